@@ -1,4 +1,4 @@
-"""Templates of reports: as with modules, no tool uses another's."""
+"""Templates of reports: no tool uses another tool's, as with modules."""
 
 from __future__ import annotations
 

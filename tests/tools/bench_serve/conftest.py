@@ -1,4 +1,4 @@
-"""All of it needs the engine extra: without it, there is nothing to collect."""
+"""The tests need the engine extra. Without it, none is collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results made up by hand, to look at what is made of them."""
+"""Hand-made results, for tests of the reports made from them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from kvtier.tools.bench_serve.ttft import TtftResult, TtftRow, served_from
 def accuracy(
     num_prompts: int = 20, prompt_tokens: int = 3500, unequal: int = 0, unnoticed: int = 0
 ) -> AccuracyResult:
-    """unequal: prompts whose logits differ when served from host.
+    """Return an accuracy result.
 
-    unnoticed: prompts whose damaged value on the device goes unseen.
+    unequal: prompts whose logits differ when served from host.
+    unnoticed: prompts whose damaged value on the device stays unnoticed.
     """
     rows = tuple(
         AccuracyRow(
@@ -51,9 +52,10 @@ def ttft(
     different: int = 0,
     slower: float = 1.0,
 ) -> TtftResult:
-    """different: requests of the second pass whose logits differ.
+    """Return times to first token.
 
-    slower: how many times as long the prompts take that come from the host, cold or not.
+    different: requests of the second pass whose logits differ.
+    slower: factor on the times of the prompts served from host, cold or not.
     """
     times = [slower if at < num_prompts - from_device else 1.0 for at in range(num_prompts)]
     rows = [
@@ -95,7 +97,7 @@ def overhead(
 
 
 def slow_disk(ratio: float = 1.01, num_prompts: int = 100) -> SlowDiskResult:
-    """ratio: time to first token over the slow disk against cold, for every prompt."""
+    """Return a slow-disk result. ratio: time to first token over the slow disk against cold."""
     rows = tuple(
         SlowDiskRow(at, ratio * (1000.0 + at), 1000.0 + at, 0) for at in range(num_prompts)
     )
@@ -105,7 +107,7 @@ def slow_disk(ratio: float = 1.01, num_prompts: int = 100) -> SlowDiskResult:
 def overlap(
     followed_ms: float = 50.0, at_full_size: bool = True, same: bool = True
 ) -> OverlapResult:
-    """Seven rounds: 1,000 ms cold, 40 from the device, a load of 60, 100 where it is awaited."""
+    """Return seven rounds: 1,000 ms cold, 40 from the device, a load of 60, 100 if awaited."""
     times = {
         Case.COLD: 1000.0,
         Case.DEVICE: 40.0,
@@ -123,7 +125,7 @@ def overlap(
 def store(
     num_prompts: int = 20, num_hits: int = 20, different: int = 0, lookup_ms: float | None = 1.5
 ) -> StoreResult:
-    """Prompts of 1,000 ms and 50 from the store. different: of them, with other logits."""
+    """Return prompts of 1,000 ms, and 50 from the store. different: those with other logits."""
     rows = tuple(
         StoreRow(
             prompt,

@@ -1,4 +1,4 @@
-"""The last words of a run: what a newcomer reads, and nothing that the run can't support."""
+"""The conclusion of a run: readable for newcomers, without claims that the run cannot support."""
 
 from __future__ import annotations
 

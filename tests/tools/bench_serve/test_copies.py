@@ -1,4 +1,4 @@
-"""``kvtier bench copy``: every way, with the right bytes, against a copy in a piece."""
+"""``kvtier bench copy``: every method copies the right bytes, compared with one whole copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTML report: complete, self-contained, readable without its pictures."""
+"""The HTML report: complete, self-contained, and readable without its pictures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_pictures_take_their_colours_from_the_page(html: str) -> None:
     assert "#10100" not in html
     for variable in ("--ink", "--device", "--host", "--cold", "--line"):
         assert f"var({variable})" in html
-        assert html.count(f"{variable}:") == 2  # once for light, once for dark
+        assert html.count(f"{variable}:") == 2  # once for light mode, once for dark mode
 
 
 @pytest.mark.parametrize("part", ["accuracy", "ttft", "overhead", "slow_disk", "overlap", "store"])

@@ -172,7 +172,7 @@ def test_too_few_prompts_have_no_headline() -> None:
 
 
 def test_tier_is_compared_with_the_same_prompts_computed() -> None:
-    """Or a tier that served the long ones would look slow."""
+    """Otherwise a tier that served the long prompts would look slow."""
     made = samples.ttft(num_prompts=30, from_device=10, slower=3.0)
     device, host = made.reduction_from("device"), made.reduction_from("host")
     assert device is not None
@@ -273,7 +273,7 @@ def test_share_saved_is_told_where_there_are_requests_enough() -> None:
 
 
 def test_cost_from_few_pairs_is_no_finding() -> None:
-    """Neither an alarm nor a boast: no figure, wherever a person may read one."""
+    """No report shows a figure for such a cost, whether a gain or a loss."""
     for ratio in (1.2, 0.8):
         made = samples.overhead(ratio, ratio, num_pairs=10, prompt_tokens=1200)
         result = samples.serve_result(overhead=made)

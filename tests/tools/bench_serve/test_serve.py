@@ -1,4 +1,4 @@
-"""``kvtier bench serve`` for real, at a size that takes seconds."""
+"""Real runs of ``kvtier bench serve``, at a size that takes seconds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_small_run_keeps_its_promises(model: str, target: str) -> None:
     assert found["same_logits"] == {"equal": 12, "of": 12}
     assert found["hit_tokens"] == {"device": 2 * 128, "host": 4 * 128, "disk": ANY}
     assert found["overhead"]["num_pairs"] == 1
-    restarted = found["reduction"]["disk"] is not None  # a slow disk may not be worth it
+    restarted = found["reduction"]["disk"] is not None  # recomputing may beat a slow disk
     assert [row["id"] for row in found["targets"]] == [target, "T1", *["T1"] * restarted, "T2"]
     assert all(row["quick"] for row in found["targets"])
     assert result.correct

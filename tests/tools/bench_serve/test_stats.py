@@ -62,7 +62,7 @@ def test_interval_encloses_the_median(values: list[float]) -> None:
 
 @pytest.mark.parametrize(("count", "rank"), [(6, 1), (8, 1), (9, 2), (15, 4), (24, 7)])
 def test_interval_is_the_tightest_of_95_per_cent(count: int, rank: int) -> None:
-    """Ranks as in the tables for the sign test."""
+    """The ranks equal those in the tables of the sign test."""
     median = median_with_interval([float(value) for value in range(1, count + 1)])
     assert (median.low, median.high) == (rank, count + 1 - rank)
     outside = 2 * sum(math.comb(count, below) for below in range(rank)) / 2**count

@@ -1,4 +1,4 @@
-"""Damage for the negative control: real, noticed, and undone."""
+"""The damage of the negative control is real, noticed, and undone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def logits(engine: Engine) -> npt.NDArray[np.float32]:
 
 
 def contents(engine: Engine, tier: str) -> list[bytes]:
-    """Bytes of all blocks of both prompts."""
+    """Return the bytes of all blocks of both prompts."""
     blocks = _Blocks(engine, tier)
     return engine.call(
         lambda: [
@@ -109,7 +109,7 @@ def test_a_wrong_token_is_one_token_of_one_block(engine: Engine) -> None:
     group = blocks.layout.group
 
     def tokens() -> list[npt.NDArray[np.uint8]]:
-        """Bytes of each part of all blocks: [block, layer, token, head, byte]."""
+        """Return the bytes of each part of all blocks: [block, layer, token, head, byte]."""
         content = [blocks.read(slot) for slot in blocks.places(PROMPT)]
         return [
             np.stack([part_view(each, blocks.layout, part)[0].view(np.uint8) for each in content])

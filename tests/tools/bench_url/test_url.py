@@ -1,4 +1,4 @@
-"""``kvtier bench url`` at a real ``kvtier serve``, and at servers that lie."""
+"""``kvtier bench url`` against a real ``kvtier serve``, and against misbehaving servers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_real_server_says_what_it_had_cached(monkeypatch: pytest.MonkeyPatch) 
             assert (every["requests"], first["requests"], later["requests"]) == (4, 2, 2)
             assert (result["errors"], result["not_sent"]) == ([], 0)
             assert every["prompt_tokens"] == first["prompt_tokens"] + later["prompt_tokens"]
-            # Whole chunks of 128 tokens are reused: of a second turn at least one.
+            # Whole chunks of 128 tokens are reused: at least one in a second turn.
             assert later["cached_tokens"] >= 2 * 128
             assert 0 < every["completion_tokens"] <= 4 * 4
             assert 0 < every["ttft"]["median_ms"] <= every["end_to_end"]["median_ms"]
@@ -66,7 +66,7 @@ def test_a_real_server_says_what_it_had_cached(monkeypatch: pytest.MonkeyPatch) 
         assert json.load(request)["model"] == result["model"]
 
 
-# -- servers that are scripted --------------------------------------------------------------------
+# -- scripted servers -----------------------------------------------------------------------------
 
 
 def event(value: object) -> bytes:
@@ -74,7 +74,7 @@ def event(value: object) -> bytes:
 
 
 def answer(text: str, body: dict[str, Any], cached: int | None = None) -> bytes:
-    """A whole stream, in the form of either endpoint. A token has four characters."""
+    """Return a whole stream in the format of either endpoint. A token has four characters."""
     said = "".join(each["content"] for each in body.get("messages", ())) or body["prompt"]
     form = {"delta": {"content": text}} if "messages" in body else {"text": text}
     details = None if cached is None else {"cached_tokens": cached}
@@ -94,7 +94,7 @@ def answer(text: str, body: dict[str, Any], cached: int | None = None) -> bytes:
 
 
 class Script(BaseHTTPRequestHandler):
-    """Answers the first request well, and all others as ``server.behave`` does."""
+    """A handler that answers the first request correctly, and all others by ``server.behave``."""
 
     protocol_version = "HTTP/1.1"
 
@@ -107,7 +107,7 @@ class Script(BaseHTTPRequestHandler):
         with server.lock:
             server.bodies.append(body)
             is_first = len(server.bodies) == 1
-        with suppress(OSError):  # the client has gone
+        with suppress(OSError):  # the client has disconnected
             if is_first:
                 self.chunks(answer("ok", body))
             else:
@@ -138,7 +138,7 @@ Behave = Callable[[Script, dict[str, Any]], None]
 
 
 class Scripted:
-    """A server whose behaviour a test sets, and the requests that came."""
+    """A server whose behaviour a test sets. bodies: all received requests."""
 
     def __init__(self, http: ThreadingHTTPServer, url: str) -> None:
         self.url = url
@@ -150,7 +150,7 @@ class Scripted:
         vars(self.http)["behave"] = how
 
     def prompts(self) -> list[str]:
-        """The prompts that came, without the first one."""
+        """Return the received prompts, without the first one."""
         return [body["prompt"] for body in self.bodies[1:]]
 
 
@@ -205,7 +205,7 @@ LIES: dict[str, tuple[Behave, str]] = {
     "nothing": (lambda script, _: script.chunks(b"data: [DONE]\n\n"), "an answer without tokens"),
     "slow": (slowly, "no whole answer within 3 s"),
 }
-"""Behaviours of a server, and the kind of error that each one is."""
+"""Behaviours of a server, and the kind of error that each one causes."""
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -229,7 +229,7 @@ def test_a_lie_is_counted_by_its_kind_and_ends_its_conversation(
 
 
 def test_a_first_request_that_fails_ends_the_command(server: Scripted) -> None:
-    server.bodies.append({})  # so that the first one is lied to, too
+    server.bodies.append({})  # so that the first request fails, too
     server.behave(LIES["refused"][0])
     told = kvtier(server.url)
     assert told.exit_code == 2
@@ -302,7 +302,7 @@ def test_what_only_some_answers_tell_is_summed_over_those() -> None:
     assert TurnFigures.of([]).ttft.median_ms is None
     few = TurnFigures.of([told(None, 1.0)] * 19)
     assert (few.cached_share, few.ttft.median_ms, few.ttft.p95_ms) == (None, 1000.0, None)
-    # vLLM says nothing of a prompt without cached tokens.
+    # vLLM reports no cached tokens for a prompt without any.
     many = TurnFigures.of([told(40 if at == 0 else None, float(at)) for at in range(21)])
     assert many.cached_share == pytest.approx(40 / 2100)
     assert (many.ttft.median_ms, many.ttft.p95_ms) == (10_000.0, 19_000.0)

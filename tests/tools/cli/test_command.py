@@ -1,4 +1,4 @@
-"""All commands: their help, their exit status, ``--json`` and ``--config``."""
+"""All commands: help, exit status, ``--json`` and ``--config``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_no_name_of_an_option_is_cut_in_a_narrow_window(name: str) -> None:
 
 
 def impossible(folder: Path) -> dict[str, list[str]]:
-    """Return, by command, arguments with which it can't do what it is told."""
+    """Return arguments that make each command fail."""
     nothing, dead = str(folder / "nothing"), f"127.0.0.1:{free_port()}"
     return {
         "serve": ["no-such-model", "--port", "0"],

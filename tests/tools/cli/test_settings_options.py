@@ -1,4 +1,4 @@
-"""Options that are made from settings: the main ones first, with the settings' own defaults."""
+"""Options made from settings: the main ones come first, with the settings' own defaults."""
 
 from __future__ import annotations
 

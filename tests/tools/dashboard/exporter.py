@@ -1,4 +1,4 @@
-"""Exporter of every declared metric, with all labels, growing steadily."""
+"""An exporter of every declared metric, with all labels. All values grow steadily."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class Growing(Collector):
-    """Counters of ``PER_S``; histograms whose observations all lie between 0.1 and 1."""
+    """Counters grow by ``PER_S``; the observations of histograms lie between 0.1 and 1."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -29,7 +29,7 @@ class Growing(Collector):
     def collect(self) -> Iterator[Family]:
         number = 1000 + PER_S * (time.monotonic() - self._began)
         for spec in DECLARED.values():
-            # As in vLLM and SGLang: every series says which model it is about.
+            # As in vLLM and SGLang, every series has the name of its model.
             model = ("model_name",) if ":" in spec.name else ()
             labels = (*model, *spec.labels)
             values = [VALUES.get(label, f"some-{label}") for label in labels]
@@ -50,10 +50,10 @@ class Growing(Collector):
 
 @contextmanager
 def exporting() -> Iterator[str]:
-    """Its address, as Prometheus is told it.
+    """Yield the exporter's address for Prometheus's configuration.
 
-    In the plain format: in the other one the client library writes ``vllm_`` for ``vllm:`` where
-    Prometheus is older than 3, which does not say that it can read such names.
+    It serves the plain text format. In the OpenMetrics format the client library writes ``vllm_``
+    for ``vllm:`` unless the scraper accepts such names, and Prometheus before 3 does not.
     """
     registry = CollectorRegistry()
     registry.register(Growing())

@@ -17,7 +17,7 @@ import httpx
 
 from tests.kit.servers import free_port, wait_for
 
-# A server that is asked of all sides takes a while: only where that is wanted.
+# The queries against a real server take a while, so they run only on request.
 IS_WANTED = bool(os.environ.get("KVTIER_TEST_DASHBOARD"))
 PROGRAM, TOOL = shutil.which("prometheus"), shutil.which("promtool")
 MISSING = "make test-dashboard; it needs a Prometheus: apt-get install prometheus"
@@ -28,13 +28,13 @@ class Prometheus:
     url: str
 
     def get(self, path: str, **parameters: str) -> Any:
-        """The data of an answer; what is wrong with a query fails here."""
+        """Return the data of an answer. Fail if Prometheus rejects the query."""
         answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=30).json()
         assert answer["status"] == "success", answer
         return answer["data"]
 
     def ask(self, query: str) -> list[Any]:
-        """Samples as they are now."""
+        """Return the current samples of a query."""
         found: list[Any] = self.get("query", query=query)["result"]
         return found
 
@@ -49,7 +49,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, targets: Mapping[str, str], rules: Path) -> Iterator[Prometheus]:
-    """Scrapes targets, by job, twice a second. rules: evaluated as often."""
+    """Run a Prometheus that scrapes ``targets`` (by job) and evaluates ``rules`` twice a second."""
     assert PROGRAM is not None
     settings = {
         "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
@@ -60,7 +60,7 @@ def prometheus(folder: Path, targets: Mapping[str, str], rules: Path) -> Iterato
         ],
     }
     config, port = folder / "prometheus.yml", free_port()
-    config.write_text(json.dumps(settings))  # which is YAML, too
+    config.write_text(json.dumps(settings))  # JSON is valid YAML
     command = [PROGRAM, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
     with (folder / "log").open("wb") as log:
@@ -74,7 +74,7 @@ def prometheus(folder: Path, targets: Mapping[str, str], rules: Path) -> Iterato
 
 
 def promtool(*arguments: str | Path) -> str:
-    """Return promtool's output; fail if it finds fault."""
+    """Return promtool's output. Fail if it finds an error."""
     assert TOOL is not None
     done = subprocess.run([TOOL, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

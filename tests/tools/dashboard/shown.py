@@ -1,4 +1,4 @@
-"""The shipped dashboard and alerts, read."""
+"""Parsed queries of the shipped dashboard and alerts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def metrics_in(text: str) -> tuple[MetricSpec, ...]:
 
 @dataclass(frozen=True)
 class Query:
-    """A query of a panel. legend: legend of its lines, with labels as ``{{tier}}``."""
+    """A query of a panel. legend: the legend of its lines, with labels as ``{{tier}}``."""
 
     text: str
     legend: str

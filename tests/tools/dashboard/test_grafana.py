@@ -1,4 +1,4 @@
-"""The dashboard by the classes that Grafana makes of its own schema."""
+"""The dashboard loaded by classes that Grafana generates from its schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .shown import DASHBOARD
 
 
 def lost(given: object, read: object, path: str = "") -> Iterator[str]:
-    """Return the differences of ``read`` from what was given; it may have more."""
+    """Return what ``read`` lacks of the given object. Additional fields are allowed."""
     if isinstance(given, dict) and isinstance(read, dict):
         for name, value in given.items():
             if name in read:

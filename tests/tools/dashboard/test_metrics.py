@@ -1,4 +1,4 @@
-"""Dashboard and alerts name declared metrics and their labels; each declared metric is shown."""
+"""Dashboard and alerts use declared metrics and their labels; each declared metric is shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .shown import ALERTS, DASHBOARD, FOLDER, PANELS, RULES, Alert, Panel, metri
 NOT_SHOWN = {specs.VLLM_UNCLAIMED_CHUNKS}
 """Metrics without a panel: they matter only in the minutes after a restart."""
 BY_PROMETHEUS = {"le", "job", "instance"}
-"""Labels that every metric, or every histogram's bucket, has."""
+"""Labels that every metric, or every bucket of a histogram, has."""
 
 
 def labels_in(query: str) -> set[str]:
@@ -26,7 +26,7 @@ def labels_in(query: str) -> set[str]:
 
 
 def check_labels(query: str) -> None:
-    """Each label is one of a metric in the query."""
+    """Check that each label in a query belongs to one of its metrics."""
     metrics = metrics_in(query)
     assert metrics, query
     known = {label for spec in metrics for label in spec.labels}
@@ -70,7 +70,7 @@ def test_each_declared_metric_is_shown() -> None:
     + [alert.condition for alert in ALERTS],
 )
 def test_a_metric_is_queried_as_its_type_allows(query: str) -> None:
-    """Counters by their growth, gauges by their level, histograms by their parts."""
+    """Counters are queried by growth, gauges by level, histograms by their parts."""
     for function, series in re.findall(r"(\w*)\((?=(?:kvtier_|vllm:|sglang:))([\w:]+)", query):
         (spec,) = metrics_in(series)
         has_part = series != spec.name

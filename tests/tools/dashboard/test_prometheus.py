@@ -1,6 +1,6 @@
-"""Every panel's query, asked of a real Prometheus.
+"""Every panel's query, run by a real Prometheus.
 
-Over a real ``kvtier serve``, and over all series that engines have.
+It scrapes a real ``kvtier serve``, and an exporter of all series that engines have.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ QUIET = {
 """Metrics that a server without failures and hints does not show."""
 OPTIONS = ("--device-capacity", "8MiB", "--host-capacity", "32MiB", "--disk-capacity", "64MiB")
 NUM_PROMPTS = 24
-"""More than the device has room for."""
+"""More than fit in the device tier."""
 NUM_ROUNDS = 8
-"""Quantiles are not told of fewer."""
+"""Fewer rounds give too few observations for quantiles."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def _filled(query: str, job: str) -> str:
 
 
 def _check(found: list[dict[str, object]], legend: str) -> None:
-    """Each line has a number, and what its legend names."""
+    """Check that each line has a finite value, and the labels of its legend."""
     for sample in found:
         labels, value = sample["metric"], sample["value"]
         assert isinstance(labels, dict)
@@ -117,7 +117,7 @@ def test_a_panel_shows_what_a_real_server_exports(asked: Prometheus, panel: Pane
         is_there = {name for name in names if {name, f"{name}_count"} & exported}
         _, quantile, enough = query.text.rpartition(" and ")
         if names and names == is_there and not names & QUIET:
-            # A quantile is there where there are enough observations, and only there.
+            # A quantile exists only if there are enough observations.
             assert bool(found) == (not quantile or bool(asked.ask(_filled(enough, REAL)))), query
 
 

@@ -1,4 +1,4 @@
-"""Every alert by promtool: it fires where it should, and not where that only looks alike."""
+"""Every alert by promtool: it fires when it should, and not in a similar but harmless case."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(TOOL is None, reason=MISSING)
 
 @dataclass(frozen=True)
 class Case:
-    """Values a minute apart, by series (labels without job and instance), and when to look.
+    """Values a minute apart, by series (labels without job and instance), and when to evaluate.
 
-    labels: of the alert, beside those of every alert.
+    labels: the alert's own labels, besides those that every alert has.
     """
 
     alert: str
@@ -47,7 +47,7 @@ CASES = (
     Case(
         "KvtierBlocksDamaged",
         "150m",
-        # The first one that is damaged makes the series.
+        # The series begins with the first damaged block.
         {'kvtier_damaged_blocks_total{tier="disk"': "_x140 1x60"},
         {'kvtier_damaged_blocks_total{tier="disk"': "1x200"},
         {"tier": "disk"},

@@ -1,4 +1,4 @@
-"""Caches replayed block by block, as slowly and plainly as can be."""
+"""Reference caches, replayed block by block in the simplest way."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvtier.tools.replay.trace import Trace, TraceBuilder, chained
 
 Prompts = Sequence[Sequence[int]]
 Block = tuple[int, ...]
-"""A block's prefix, itself included: two prompts share it where they agree so far."""
+"""A block's prefix, itself included. Two prompts share the blocks of their common beginning."""
 
 
 def trace_of(prompts: Prompts, block_tokens: int = 1, seconds: float = 1.0) -> Trace:
-    """A trace of prompts that are lists of blocks, ``seconds`` apart."""
+    """Return a trace of prompts, given as lists of blocks, ``seconds`` apart."""
     builder = TraceBuilder(block_tokens)
     for at, prompt in enumerate(prompts):
         keys = chained(np.array(prompt, np.uint64))
@@ -35,10 +35,10 @@ def prefix_hits(blocks: Sequence[Block], cached: object) -> int:
 
 
 def lru_hits(prompts: Prompts, capacity: int) -> tuple[list[int], int]:
-    """Hits per prompt, and blocks stored.
+    """Return the hits of each prompt, and the number of stored blocks.
 
-    A tree that evicts leaves, and none of the prompt that it works on; a block that finds no room
-    is not stored, nor are those behind it.
+    The cache is a tree that evicts leaves, but none of the current prompt. If a block finds no free
+    slot, neither it nor the blocks behind it are stored.
     """
     used: dict[Block, int] = {}
     hits, stored = [], 0
@@ -64,7 +64,7 @@ def _evict(used: dict[Block, int], pinned: set[Block]) -> bool:
 
 
 def most_hits(prompts: Prompts, capacity: int) -> int:
-    """The most hits that any cache could have: every choice of what to keep is tried."""
+    """Return the maximum hits of any cache, by trying every choice of blocks to keep."""
     states: dict[frozenset[Block], int] = {frozenset(): 0}
     for prompt in prompts:
         blocks = path(prompt)

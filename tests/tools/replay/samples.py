@@ -1,4 +1,4 @@
-"""A small trace of every format that is read."""
+"""A small trace in every format that can be read."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def kvtier(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eighty conversations of eight turns over four hours, each turn three blocks longer."""
+    """Eighty conversations of eight turns in four hours. Each turn is three blocks longer."""
     chance = random.Random(5)
     requests = []
     for number in range(80):
@@ -247,12 +247,12 @@ def test_the_report_is_one_well_formed_file(conversations: Path, tmp_path: Path)
     assert all(link.startswith("#") for link in found.links)
     assert "<script" not in html
     assert not re.search(r"url\((?!#)", html)
-    assert html.count("<svg") == 4  # two figures, for wide pages and for narrow ones
+    assert html.count("<svg") == 4  # two figures, for wide and for narrow pages
     text = " ".join(" ".join(found.text).split()).replace("\u00a0", " ")
     assert "conversations.jsonl" in text
     assert "Evidence: " in text
     assert "unlimited: " in text
-    assert not re.search(r"#1010[0-9a-f]{2}", html)  # every colour is the page's
+    assert not re.search(r"#1010[0-9a-f]{2}", html)  # all colours are defined by the page
 
 
 @has_report

@@ -1,4 +1,4 @@
-"""Hits by size: known by hand, and against caches replayed block by block."""
+"""Hits by capacity: known by hand, and compared with caches replayed block by block."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_lru_by_hand(capacity: int, hits: list[int]) -> None:
         (0, [0, 0, 0, 0, 0, 0]),
         (1, [0, 1, 1, 0, 1, 0]),
         (2, [0, 1, 2, 0, 2, 0]),
-        (3, [0, 1, 3, 0, 3, 0]),  # 9 and 7 come once: they are not taken in
+        (3, [0, 1, 3, 0, 3, 0]),  # 9 and 7 are used once, and are not admitted
     ],
 )
 def test_optimum_by_hand(capacity: int, hits: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Recordings: bounded, without text or tokens, and never in the way of a request."""
+"""Recordings are bounded, contain no text or tokens, and never delay a request."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_is_recorded_is_read(tmp_path: Path) -> None:
     assert trace.input_tokens.tolist() == [10, 10, 12, 0]
     assert trace.output_tokens.tolist() == [5, 5, 6, 0]
     assert trace.block_tokens == 4
-    # The first blocks of the first and the third are the same, unless a tenant stands between.
+    # The first blocks of requests 1 and 3 are equal, unless their tenants differ.
     assert shared(trace) == [0, 0, 2, 0]
     assert (counted.written, counted.dropped) == (4, 0)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -229,7 +229,7 @@ def test_a_recording_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) ->
 def test_what_others_planted_is_no_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A link, whatever it leads to; a pipe, which is not waited for; another user's recording."""
+    """Such files are links, pipes (which must not block), and another user's recording."""
     theirs = tmp_path / "theirs"
     Recorder(theirs, CHAINS).close()
     before = theirs.read_bytes()
@@ -262,7 +262,7 @@ def test_the_salt_is_random_unless_it_is_given(monkeypatch: pytest.MonkeyPatch) 
 def test_a_trace_is_the_same_after_it_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The writer forgets what it has written before long, and writes it again.
+    # The writer soon forgets the keys that it has written, and writes them again.
     monkeypatch.setattr(recording_format, "MAX_KNOWN", 5)
     made = Recorder(tmp_path / "one", CHAINS)
     for at in range(30):

@@ -1,4 +1,4 @@
-"""Value of hits, in figures that can be reckoned by hand."""
+"""The value of hits, in figures that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def sizing_of(machine: Machine = MACHINE, num_supported: int = 100) -> Sizing:
 def test_host_memory_by_hand() -> None:
     one, two, three = sizing_of().host_curve([GIB, 2 * GIB, 3 * GIB])
     assert one.hit_ratio == pytest.approx(2 / 9)
-    assert one.seconds_per_hour == pytest.approx(1.0)  # two requests save a token, in two hours
+    assert one.seconds_per_hour == pytest.approx(1.0)  # two requests save a token each in 2 h
     assert one.tokens_per_s == pytest.approx(2 / 7200)
     assert one.saved == pytest.approx(1.0)
     assert one.price == pytest.approx(0.1)
@@ -69,7 +69,7 @@ def test_host_memory_by_hand() -> None:
     assert three.hit_ratio == pytest.approx(6 / 9)
     assert three.saved == pytest.approx(2.0)
     assert three.gain_per_gib == 0
-    # What is stored once is not written again.
+    # A stored block is not written again.
     assert three.written_per_day == pytest.approx(3 * GIB * 12)
     assert three.drive_writes == pytest.approx(12)
 
@@ -77,7 +77,7 @@ def test_host_memory_by_hand() -> None:
 def test_what_takes_longer_to_load_is_computed() -> None:
     slow = sizing_of(replace(MACHINE, host_bytes_per_s=GIB / 2))
     assert [point.saved for point in slow.host_curve([GIB, 3 * GIB])] == [0, 0]
-    # A disk that takes half of the time saves the other half; never more than host memory lets by.
+    # A disk that takes half of the time saves the other half. Slow host memory limits it.
     (point,) = sizing_of().disk_curve([3 * GIB], 0)
     assert point.saved == pytest.approx(1.0)
     (point,) = slow.disk_curve([3 * GIB], 0)
@@ -92,7 +92,7 @@ def test_each_block_comes_from_the_fastest_tier() -> None:
     assert savings.by_tier == (1, 2, 1)
     assert savings.seconds.tolist() == [3.5]
     assert savings.tokens.tolist() == [4]
-    # A disk that has less than host memory is not asked.
+    # A disk smaller than host memory is not read.
     assert prompts.savings(device, disk, host).by_tier == (1, 3, 0)
 
 

@@ -1,4 +1,4 @@
-"""Readers: each format by a sample made by hand, and what is wrong by file and line."""
+"""Readers of traces: each format by a hand-made sample, and errors by file and line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read(tmp_path: Path) -> Callable[..., Trace]:
 
 
 def shared(trace: Trace) -> list[int]:
-    """Blocks that each request shares with an earlier one."""
+    """Return the number of blocks that each request shares with an earlier one."""
     segments = find_segments(trace)
     found: list[int] = segments.per_request(
         np.where(segments.is_reuse, segments.length, 0)
@@ -63,7 +63,7 @@ def test_mooncake(read: Callable[..., Trace]) -> None:
     assert trace.block_tokens == 512
     assert trace.input_tokens.tolist() == [1000] * 3
     assert trace.output_tokens.tolist() == [7] * 3
-    assert shared(trace) == [0, 2, 0]  # the last one's 2 has another parent
+    assert shared(trace) == [0, 2, 0]  # the last request's block 2 has another parent
 
 
 def in_session(name: str, ids: list[int], **times: float) -> str:
@@ -177,7 +177,7 @@ def test_recording(read: Callable[..., Trace]) -> None:
     assert trace.times.tolist() == [0, 1, 2, 3, 60]
     assert trace.lengths.tolist() == [3, 3, 0, 4, 3]
     assert shared(trace) == [0, 2, 0, 3, 3]
-    # What is known of a prefix is not written again.
+    # The known blocks of a prefix are not written again.
     assert len(lines[4]) < len(lines[1])
 
 
@@ -236,7 +236,7 @@ def test_several_traces_are_replayed_together(tmp_path: Path) -> None:
     two.write_text(f"{mooncake(9000, [1])}\n")
     trace = read_traces([one, two], OPTIONS)
     assert trace.times.tolist() == [0, 0, 3]
-    assert shared(trace) == [0, 0, 1]  # what two files call 1 are two blocks
+    assert shared(trace) == [0, 0, 1]  # id 1 is another block in each file
     assert trace.notes == ("The traces were laid over each other, each from its own start.",)
 
 
@@ -307,7 +307,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 def vllm_line(prompt: str, ids: Sequence[int], time: str = "02-13 11:33:33") -> str:
-    """A request as vLLM logs it at DEBUG."""
+    """Return a request as vLLM logs it at DEBUG."""
     return (
         f"(APIServer pid=9) DEBUG {time} [entrypoints/.../utils/request_logger.py:55] Request "
         f"cmpl-1 details: prompt: {prompt!r}, prompt_token_ids: {list(ids)}, "
@@ -380,9 +380,9 @@ def test_a_request_quoted_in_another_line_is_no_request(
     ],
 )
 def test_a_hostile_line_is_read_once(tmp_path: Path, line: str) -> None:
-    """Reading takes time that grows with the length.
+    """Reading takes linear time.
 
-    A limit of processor time, which a quadratic reader exceeds a hundred times.
+    The limit of processor time is a hundredth of the time of a quadratic reader.
     """
     path = tmp_path / "server.log"
     path.write_text(f"{line}\n{VLLM[1]}\n")
@@ -425,18 +425,18 @@ def test_last_line_of_a_log_may_be_cut_short(tmp_path: Path) -> None:
     assert "The last line of server.log is cut short, and was left out." in trace.notes
 
 
-# -- logs in pieces --------------------------------------------------------------------------------
+# -- logs in parts ---------------------------------------------------------------------------------
 
 
 def cri(line: str, size: int = 16384, stream: str = "stdout") -> list[str]:
-    """A line as containerd and CRI-O write it."""
+    """Return a line as containerd and CRI-O write it."""
     time = f"2026-03-10T09:00:00.123456789Z {stream}"
     *parts, last = [line[at : at + size] for at in range(0, max(1, len(line)), size)]
     return [*(f"{time} P {part}" for part in parts), f"{time} F {last}"]
 
 
 def docker(line: str, size: int = 16384) -> list[str]:
-    """A line as Docker's json-file driver writes it."""
+    """Return a line as Docker's json-file driver writes it."""
     entry = {"stream": "stdout", "time": "2026-03-10T09:00:00.123456789Z"}
     line += "\n"
     parts = [line[at : at + size] for at in range(0, max(1, len(line)), size)]
@@ -444,7 +444,7 @@ def docker(line: str, size: int = 16384) -> list[str]:
 
 
 def journal(line: str, size: int = 48 << 10, pid: int = 9) -> list[str]:
-    """A line as ``journalctl`` shows it."""
+    """Return a line as ``journalctl`` shows it."""
     parts = [line[at : at + size] for at in range(0, max(1, len(line)), size)]
     return [f"Mar 10 09:00:00 host vllm[{pid}]: {part}" for part in parts]
 
@@ -644,7 +644,7 @@ def test_trace_is_bounded_by_the_memory_that_is_free(
 def test_recording_that_expands_is_refused_before_it_does(
     read: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each line names all blocks of the first one again, in 20 bytes."""
+    """Each line refers to all blocks of the first one again, in 20 bytes."""
     monkeypatch.setattr("kvtier.tools.replay.trace.MAX_BLOCKS", 1 << 20)
     lines = recording(range(1 << 16))
     with pytest.raises(ConfigError, match=r":1[0-9]: up to here the trace has more than 1,048,576"):
@@ -705,7 +705,7 @@ def test_a_byte_order_mark_is_read(tmp_path: Path, encoding: str) -> None:
 
 
 def hashed(num: int, tokens: int, every: float = 1000, **fields: object) -> list[str]:
-    """A Mooncake-like trace of prompts that share their first blocks, of ``tokens`` each."""
+    """Return a Mooncake-like trace of prompts that share their first blocks, of ``tokens`` each."""
     made = []
     for at in range(num):
         ids = [0, 1, 2, *range(100 * at + 3, 100 * at + 20)]

@@ -1,4 +1,4 @@
-"""Prompts from text: exact lengths, no overlap, no shared beginning, the same every time."""
+"""Prompts from text: exact lengths, no overlap, no shared beginning, reproducible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 
 def encode(text: str) -> list[int]:
-    """A token per word that is a number, else per character."""
+    """Return a token per word: its value if it is a number, else its first character."""
     return [int(word) if word.isdigit() else ord(word[0]) for word in text.split()]
 
 
@@ -51,7 +51,7 @@ def test_prompts_are_disjoint_pieces_of_exact_length(
     write(directory, numbers(0, 700), numbers(700, 1100), numbers(1100, 1600))
     prompts = Corpus(encode, [directory], seed).prompts(num_prompts, num_tokens, distinct)
     assert [len(prompt) for prompt in prompts] == [num_tokens] * num_prompts
-    # Every word of the text is another number: a token twice would be a place used twice.
+    # Every word of the text is another number, so a repeated token is a place used twice.
     tokens = [token for prompt in prompts for token in prompt]
     assert len(set(tokens)) == len(tokens)
 
