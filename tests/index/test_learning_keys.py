@@ -1,29 +1,23 @@
 """The native flat index with a learned policy.
 
-A twin checks each choice. Further tests cover the guarantees that the ladder needs.
+A twin checks each choice. Further tests cover the places of blocks in their prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
-from kvtier.core.hints import END, Said, Word
 from kvtier.core.hot import NATIVE, NATIVE_REASON
 from kvtier.core.types import DISK, HOST, Slot
-from kvtier.index import KeyIndex, State
+from kvtier.index import KeyIndex
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.policies.replayed import RUNS
 from tests.index.indexes import LEARNING
-from tests.index.policies.live_tier import names
-from tests.index.policies.traffic import TRAFFIC
+from tests.index.learning import LearningRules, learning_tiers
 from tests.index.test_key_index import KEYS, NS, TIERS, KeyIndexMachine, put, some_keys
-from tests.index.test_key_index import tiers as some_tier
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason=f"no native core: {NATIVE_REASON}")
 
@@ -39,40 +33,22 @@ def any_index(request: pytest.FixtureRequest) -> KeyIndex:
     return NativeKeyIndex(dict.fromkeys(TIERS, request.param), lambda: NS)
 
 
-class LearningMachine(KeyIndexMachine):
+class LearningMachine(LearningRules, KeyIndexMachine):
     """The key index machine with reported requests."""
 
     learning = TIERS
+    prompts = some_keys
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0.0
+        self.now = 0
 
     def in_order(self, keys: list[bytes]) -> list[bytes]:
         """Return keys in the order of one prompt."""
         return keys
 
-    @rule(keys=some_keys, passes=st.sampled_from([0.0, 1.0, 60.0]))
-    def asked(self, keys: list[bytes], passes: float) -> None:
-        self.now += passes
-        self.index.on_request(self.in_order(keys), self.now)
-
-    @rule(
-        keys=some_keys,
-        word=st.sampled_from(Word),
-        level=st.sampled_from([0, 50, 90]),
-        first=st.integers(0, 3),
-        length=st.sampled_from([1, 2, END - 3]),
-        lasts=st.sampled_from([0.0, 5.0, 100.0]),
-    )
-    def retain(
-        self, keys: list[bytes], word: Word, level: int, first: int, length: int, lasts: float
-    ) -> None:
-        self.index.retain(
-            self.in_order(keys),
-            Said(word, level, first, first + length, self.now + lasts),
-            self.now,
-        )
+    def named(self, prompt: list[bytes]) -> tuple[list[bytes]]:
+        return (self.in_order(prompt),)
 
     @rule(keys=some_keys)
     def continues(self, keys: list[bytes]) -> None:
@@ -82,7 +58,7 @@ class LearningMachine(KeyIndexMachine):
 
     @rule(
         keys=some_keys,
-        tier=some_tier,
+        tier=learning_tiers,
         num_free=st.integers(0, 3),
         least_chance=st.sampled_from([0.0, 0.1, 0.9]),
     )
@@ -90,15 +66,6 @@ class LearningMachine(KeyIndexMachine):
         admitted = self.index.admit_keys(keys, tier, num_free, least_chance)
         has_places = self.group_bytes > 0  # some blocks of a place may be present
         assert least_chance or has_places or admitted[:num_free] == keys[:num_free]
-
-    @rule(at_blocks=st.sampled_from([0.0, 2.0, 64.0]))
-    def set_recompute_slope(self, at_blocks: float) -> None:
-        self.index.set_recompute_slope(at_blocks)
-
-    @rule(tier=some_tier, num_blocks=st.sampled_from([1, 2, 50]))
-    def set_room(self, tier: str, num_blocks: int) -> None:
-        self.index.set_room(tier, num_blocks)
-        self.index.on_request(KEYS[:1], self.now)  # blocks beyond the maximum are then forgotten
 
 
 @pytest.mark.parametrize("policy", LEARNING)
@@ -113,16 +80,6 @@ def left(index: KeyIndex, num: int, tier: str = HOST) -> list[bytes]:
     keys = index.keys(blocks)
     index.forget_all(blocks, tier)
     return keys
-
-
-def test_a_prompt_leaves_from_its_end_and_what_is_held_stays(any_index: KeyIndex) -> None:
-    any_index.on_request(KEYS[:5], 0.0)
-    blocks = put(any_index, KEYS[:5])
-    any_index.lease(blocks[1:2], HOST)
-    assert left(any_index, 9) == KEYS[4:1:-1]
-    any_index.release(blocks[1:2], HOST)
-    assert left(any_index, 9) == KEYS[1::-1]
-    any_index.check_invariants()
 
 
 def test_an_answer_leaves_before_its_question(any_index: KeyIndex) -> None:
@@ -158,47 +115,6 @@ def test_in_storage_a_block_lies_behind_what_it_lies_behind_in_memory(any_index:
         put(any_index, [key], DISK)
     assert left(any_index, 1, DISK) == [KEYS[2]]
     any_index.check_invariants()
-
-
-def test_a_flood_of_prompts_is_left_out_once_it_is_known(index: KeyIndex) -> None:
-    capacity, num_left_out, hits, asked = 200, 0, 0, 0
-    free = [Slot(number) for number in range(capacity)]
-    index.set_room(HOST, capacity)
-    for number, (now, prompt) in enumerate(TRAFFIC["scan_flood"](np.random.default_rng(3))):
-        if number == 900:
-            break
-        keys = [int(name).to_bytes(8, "big") for name in names(prompt).tolist()]
-        blocks, states = index.find_all(keys)
-        found = [*(state == State.READY for state in states[:: len(TIERS)]), False].index(False)
-        if number > 600 and len(keys) == 20:
-            hits, asked = hits + found, asked + 20
-        index.on_request(keys, now)
-        held = blocks[:found]
-        index.lease(held, HOST)
-        admitted: Sequence[bytes] = keys[found:]
-        if len(admitted) > len(free):
-            admitted = index.admit_keys(admitted, HOST, len(free))
-            free += index.drop(HOST, len(admitted) - len(free))
-        num_left_out += len(keys) - found - len(admitted)
-        index.release(held, HOST)
-        stored = index.make(admitted[: len(free)])
-        index.begin_write_all(stored, HOST, [free.pop() for _ in stored])
-        index.commit_all(stored, HOST, now)
-    assert hits > 0.4 * asked, "with least recently used first hardly any is found"
-    assert num_left_out > 0
-    index.check_invariants()
-
-
-def test_what_has_a_priority_stays_for_its_time(index: KeyIndex) -> None:
-    for at in (0, 4):
-        index.on_request(KEYS[at : at + 4], float(at))
-        put(index, KEYS[at : at + 4])
-    index.retain(KEYS[:4], Said(Word.KEEP, 90, 0, 2, 60.0), 4.0)
-    assert left(index, 6) == [*KEYS[3:1:-1], *KEYS[:3:-1]]
-    put(index, KEYS[4:6])
-    index.on_request(KEYS[4:6], 60.0)
-    assert left(index, 2) == KEYS[1::-1]
-    index.check_invariants()
 
 
 @pytest.mark.parametrize("key_bytes", [8, 32, 36, 100], ids=lambda num: f"{num}-byte keys")

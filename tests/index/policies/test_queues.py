@@ -2,59 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
 from kvtier.cache.assembly import policy_maker
 from kvtier.core import hot
-from kvtier.core.types import HOST, Slot
-from kvtier.index import State
+from kvtier.core.types import HOST
 from kvtier.index.native_index import NativeIndex
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.policies.replayed import POLICIES, PolicyReplay
-from tests.index.policies.live_tier import names
-from tests.index.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
+from tests.index.learning import KeyHost
+from tests.index.policies.traffic import CAPACITY, TRAFFIC, prompt
 
 QUEUES = ("arc", "s3fifo", "lfuda", "sieve")
 pytestmark = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 MOST_BELOW = 0.02
 """Maximum share of the requested blocks by which a tier may find less than a replay. A tier evicts
 a block only after those behind it, and frees space for a whole request beforehand."""
-
-
-class Host:
-    """A host tier that stores the admitted blocks of a request. Blocks that it found are leased."""
-
-    def __init__(self, policy: str, capacity: int) -> None:
-        self.index = NativeKeyIndex({HOST: policy}, lambda: b"")
-        self.index.set_room(HOST, capacity)
-        self._free = [Slot(slot) for slot in reversed(range(capacity))]
-
-    def request(self, prompt: Keys, now: float) -> int:
-        """Return the number of hits."""
-        keys = [int(name).to_bytes(8, "big") for name in names(prompt).tolist()]
-        blocks, states = self.index.find_all(keys)
-        found = [*(state == State.READY for state in states), False].index(False)
-        self.index.on_request(keys, now)
-        held = blocks[:found]
-        self.index.lease(held, HOST)
-        new: Sequence[bytes] = [key for key in keys[found:] if self.index.find(key) is None]
-        if len(new) > len(self._free):
-            new = self.index.admit_keys(new, HOST, len(self._free))
-            self.evict(len(new) - len(self._free))
-        self.index.release(held, HOST)
-        stored = self.index.make(new[: len(self._free)])
-        self.index.begin_write_all(stored, HOST, [self._free.pop() for _ in stored])
-        self.index.commit_all(stored, HOST, now)
-        return found
-
-    def evict(self, num_blocks: int) -> Sequence[bytes]:
-        left = self.index.evict(HOST, max(0, num_blocks))
-        keys = self.index.keys(left)
-        self._free += self.index.forget_all(left, HOST)
-        return keys
 
 
 def test_what_can_be_replayed_can_be_chosen_in_a_tier() -> None:
@@ -73,7 +37,7 @@ def test_what_is_used_again_outlives_what_is_not(policy: str) -> None:
     """The flood is larger than the tier, and none of its prompts is repeated."""
     hits = {}
     for name in (policy, "lru"):
-        host = Host(name, 100)
+        host = KeyHost(name, 100)
         for now in range(4):
             host.request(prompt(1, 20), float(now))
         for now in range(4, 10):
@@ -85,23 +49,22 @@ def test_what_is_used_again_outlives_what_is_not(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", QUEUES)
 def test_what_was_held_when_its_turn_came_leaves_when_it_is_let_go(policy: str) -> None:
-    host = Host(policy, 12)
+    host = KeyHost(policy, 12)
     for number in (1, 2, 3):
         host.request(prompt(number, 4), float(number))
-    first = [int(name).to_bytes(8, "big") for name in names(prompt(1, 4)).tolist()]
-    held = host.index.find_all(first).known
+    held = host.blocks(prompt(1, 4))
     host.index.lease(held, HOST)
     assert len(host.evict(4)) == 4
     host.index.check_invariants()
     host.index.release(held, HOST)
     host.index.check_invariants()
-    assert host.evict(2) == first[:1:-1]
+    assert host.evict(2) == held[:1:-1]
 
 
 @pytest.mark.parametrize("policy", QUEUES)
 def test_less_room_makes_it_forget(policy: str) -> None:
     """History is at most twice the capacity: `check_invariants` checks that."""
-    host = Host(policy, 100)
+    host = KeyHost(policy, 100)
     for now in range(30):
         host.request(prompt(now % 12, 15), float(now))
     for num_blocks in (40, 3, 1):
@@ -115,7 +78,7 @@ def test_less_room_makes_it_forget(policy: str) -> None:
 @pytest.mark.parametrize("traffic", ["scan_flood", "reversed_habits", "stack", "tenants"])
 @pytest.mark.parametrize("policy", QUEUES)
 def test_in_a_tier_it_finds_what_it_finds_in_a_replay(policy: str, traffic: str) -> None:
-    host, replay = Host(policy, CAPACITY), PolicyReplay(policy, CAPACITY)
+    host, replay = KeyHost(policy, CAPACITY), PolicyReplay(policy, CAPACITY)
     asked = found = replayed = 0
     for now, keys in TRAFFIC[traffic](np.random.default_rng(1)):
         asked += len(keys)
