@@ -45,7 +45,7 @@ def test_prompts_that_come_back_outlast_a_flood_of_others() -> None:
 def test_an_answer_leaves_before_its_question() -> None:
     caller = Caller(memory(8), policy=RUNS)
     assert _serve(caller, [1, 2, 3], tells=True) == 0
-    assert caller.store(4, 5, before=[1, 2, 3]) == [True, True]  # nobody has asked for it
+    assert caller.store(4, 5, before=[1, 2, 3]) == [True, True]  # no request was for it
     caller.now_s = 1.0
     _serve(caller, [11, 12, 13, 14, 15], tells=True)
     assert caller.num_found(1, 2, 3, 4, 5) >= 3

@@ -10,7 +10,7 @@ from kvtier.connectors import vllm
 FOLDER = Path(vllm.__file__).parent
 ITS_FRONTS = ("offloading", "standalone")
 REGISTERS = "__init__.py"
-"""Tells vLLM's factories of these fronts."""
+"""Registers these fronts with vLLM's factories."""
 
 
 def _imports(file: Path) -> set[str]:

@@ -299,7 +299,7 @@ class UnderSglang:
         assert all(place is BlockState.STORAGE for place in self._cache.locate_all(keys))
 
     def ask(self) -> Answer:
-        """As ``QueueGate`` and ``KvtierLinker.lookup``."""
+        """Decide as ``QueueGate`` and ``KvtierLinker.lookup`` do."""
         if self._is_new:
             with self._promotion.ahead():
                 self._look_up()

@@ -96,7 +96,7 @@ def test_prompts_that_nobody_repeats_do_not_drive_out_those_that_are() -> None:
             found += tier.ask(chance.choice(often)) if number > 1000 else 0
             asked += 20 if number > 1000 else 0
     tier.room.check_invariants()
-    # LRU has the last six prompts, and of those that come back one in thirty.
+    # LRU has the last six prompts, and one in thirty of the recurring ones.
     assert found > 0.5 * asked
 
 

@@ -164,7 +164,7 @@ def test_what_is_no_page_is_left_to_sglang(ascends: Worlds, wrong: str) -> None:
     assert world.fake.count(BATCH) == 0
 
 
-# -- who asks for it -------------------------------------------------------------------------------
+# -- when it is enabled ----------------------------------------------------------------------------
 
 
 @pytest.fixture

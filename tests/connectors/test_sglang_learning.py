@@ -109,7 +109,7 @@ def test_pages_that_nobody_asked_for_come_behind_those_in_front(told: Told) -> N
     told.asking.store([page(4)], ())
     told.asking.note_node(lambda: None)  # the beginning of a prompt
     told.asking.store([page(7)], ())
-    told.asking.store([page(8)], ())  # nobody has said what comes before
+    told.asking.store([page(8)], ())  # the blocks before it were not reported
     told.asking.store([page(5)], {page(5)})
     assert told.behind == [([2, 3], 1), ([4], 3)]
 

@@ -18,7 +18,7 @@ from tests.connectors.storage_world import (
     open_world,
 )
 
-# -- what is there ---------------------------------------------------------------------------------
+# -- look-ups --------------------------------------------------------------------------------------
 
 
 def test_stored_block_is_found_when_it_is_on_disk_and_not_before(worlds: list[World]) -> None:

@@ -66,7 +66,7 @@ class Model(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "world"):
             self.world.settle()
-            # What a scrub found damaged is gone there, and known to be gone when somebody asks.
+            # Blocks that a scrub found damaged are gone; the next look-up reports them as absent.
             assert self.tier.num_used <= self.world.slab.num_blocks, "a slot is lost"
             self.world.slab.close()
 

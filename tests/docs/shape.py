@@ -43,7 +43,7 @@ def missing_line(said: str, printed: str) -> str | None:
 
 
 def _find(line: str, shapes: Sequence[str], at: int) -> int:
-    """Behind the first of ``shapes`` from ``at`` on that a line of the page stands for, or -1."""
+    """Return the index behind the first match of a page's line in ``shapes[at:]``, or -1."""
     parts = [re.escape(shape(part)) for part in line.split(ANYTHING)]
     wanted = re.compile(".*".join(part or "" for part in parts))
     for number in range(at, len(shapes)):

@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 SITE = ROOT / "build/site"
 INDEX = SITE / "search/search_index.json"
 LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
-"""Tags whose address a browser asks for by itself."""
+"""Tags whose address a browser loads by itself."""
 
 
 def _is_fresh() -> bool:

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 LOOPBACK = "127.0.0.1"
 RESET = b"\1\0\0\0\0\0\0\0"
-"""SO_LINGER: a close tells the other side that something went wrong."""
+"""SO_LINGER: a close sends a reset to the other side."""
 
 Line = SimpleQueue[tuple[float, bytes]]
 

@@ -73,7 +73,7 @@ class ValkeyServer:
         self.start()
 
     def start(self) -> None:
-        if not self._program.stat().st_mode & 0o100:  # it comes in a wheel, which forgets that
+        if not self._program.stat().st_mode & 0o100:  # the wheel loses the executable bit
             self._program.chmod(0o755)
         settings = {
             "--bind": "127.0.0.1",
@@ -263,7 +263,7 @@ class MooncakeMaster:
         program = has_mooncake()
         if program is None:
             raise FileNotFoundError(f"no mooncake_master: {install_command('mooncake')}")
-        if not os.access(program, os.X_OK):  # it comes in a wheel, which forgets that
+        if not os.access(program, os.X_OK):  # the wheel loses the executable bit
             program.chmod(0o755)
         self._log = folder / "mooncake.log"
         self._lent_bytes = lent_bytes

@@ -54,7 +54,7 @@ def sending(*parts: bytes, pause_s: float = 0.0, is_open: bool = True) -> Iterat
     here, there = socket.socketpair()
 
     def send() -> None:
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # the receiver has closed
             for part in parts:
                 there.sendall(part)
                 time.sleep(pause_s)

@@ -40,7 +40,7 @@ def all_at_once(work: Callable[[int], None], num_threads: int = NUM_THREADS) -> 
                 gate.wait()
                 work(n)
         except BaseException:
-            gate.abort()  # nobody waits for a thread that failed
+            gate.abort()  # no thread waits for one that failed
             raise
 
     with ThreadPoolExecutor(num_threads) as pool:

@@ -88,7 +88,7 @@ def run_engine(folder: Path, seed: int) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for them
     print("ready", flush=True)
     for line in sys.stdin:
         kind, *words = line.split()

@@ -116,7 +116,7 @@ def test_block_that_is_not_leased_has_a_guard_that_fails(make: Make) -> None:
 
 
 def test_block_that_is_being_stored_has_such_a_guard_too(make: Make) -> None:
-    """Or a copy of another block's slot could seem right, where both have one generation."""
+    """Otherwise a copy of another block's slot with an equal generation could pass the check."""
     cache = make()
     assert cache.reserve(KEYS[:1]) is not None
     held = cache.hold(KEYS[:1])

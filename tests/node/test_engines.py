@@ -130,7 +130,7 @@ def test_process_killed_with_an_unread_answer_leaves_nothing(node: LocalNode) ->
 
 @pytest.mark.parametrize("words", [("reserve",), ("reserve", "close")])
 def test_killed_writer_leaves_nothing(node: LocalNode, words: tuple[str, ...]) -> None:
-    """Also one whose connection had broken before."""
+    """The writer's connection may have broken before."""
     with holder(node, *words) as process, bare(node.config.socket) as other:
         partition = other.enter()
         assert places(other, partition, SOME) == [protocol.ARRIVING] * 3
@@ -277,7 +277,7 @@ def test_answer_that_was_never_read_leaves_no_lease(node: LocalNode) -> None:
 
 
 def test_notices_before_the_end_of_a_connection_count(node: LocalNode) -> None:
-    """Even if the process reads no answer any more."""
+    """They count even if the process reads no more answers."""
     with bare(node.config.socket) as engine:
         partition = engine.enter("engine", client="c")
         told = engine.ask(protocol.ReserveRequest(3, partition, SOME))

@@ -253,7 +253,7 @@ def test_held_blocks_outlive_poll_and_the_others_do_not(node: LocalNode, cache: 
     cache.poll()
     cache.check_invariants()
     cache.release(KEYS[2:4])
-    cache.lookup_again(KEYS[0])  # answered when the node has heard what was said before
+    cache.lookup_again(KEYS[0])  # answered after the node has processed all earlier messages
     cache.poll()
     node.until(lambda: leased(node) == 2)
     cache.release(KEYS[2:4])

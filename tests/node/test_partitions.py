@@ -287,7 +287,7 @@ def _reserve(partition: Partition, turn: int) -> object:
 
 @pytest.mark.parametrize("attack", [_flood, _lease, _reserve])
 def test_hostile_tenant_leaves_others_their_floor(tmp_path: Path, attack: Attack) -> None:
-    """Before and after the others have used their memory."""
+    """The floor holds before and after the others have used their memory."""
     floor = TenantQuota(4 * SEGMENT)
     with world(tmp_path, b=floor, c=floor) as here:
         hostile, early, late = here.partition("a"), here.partition("b"), here.partition("c")

@@ -31,7 +31,7 @@ from tests.node.world import (
 
 
 def test_socket_of_a_live_node_is_left_alone(tmp_path: Path) -> None:
-    """Also if it is stopped: it may resume."""
+    """The node may be stopped and resume later, so its socket stays."""
     with node_process(tmp_path) as first:
         other = CacheNode(config_of(tmp_path / "other"), CpuDevice())
         first.send(signal.SIGSTOP)

@@ -422,7 +422,7 @@ def test_slots_of_a_stopped_engine_stay_aside_until_it_lets_go(
             _wait_for(node.socket, NUM - 3)
             engine.send_signal(signal.SIGCONT)
             if kind == "reserved":
-                told(engine, "write")  # to slots that nobody else has
+                told(engine, "write")  # to slots that no other engine has
             assert num_free(node.socket) == NUM - 3
             if end == "unmap":
                 told(engine, "unmap")

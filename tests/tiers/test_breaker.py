@@ -161,7 +161,7 @@ def test_open_breaker_lets_exactly_one_call_through_per_pause(
         elif num_under_way:
             num_under_way -= 1
             succeeded = step == "succeeds"
-            if step == "fails late":  # a call that nobody counts on any more
+            if step == "fails late":  # a call that the breaker no longer counts
                 clock.now += 2 * LONGEST_PAUSE_S + trial_s
             assert breaker.note(succeeded) == (
                 is_open if succeeded else not is_open and in_row + 1 == limit

@@ -219,7 +219,7 @@ def server(
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(60)
-            with suppress(ProcessLookupError):  # whoever is left of its processes
+            with suppress(ProcessLookupError):  # the rest of its processes
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(60)
 

@@ -84,7 +84,7 @@ def test_pages_come_back_from_disk_in_another_process(
     second = grows(kind, folder=tmp_path)
     second.fill(1)
     _, found = second.find("r", prompt(1, 6))
-    assert found == 0  # told of is what is in host memory
+    assert found == 0  # only blocks in host memory are reported
     req = wait_for(second, "r", prompt(1, 6), 6 * PAGE)
     slots = second.load(req)
     assert slots is not None
@@ -156,7 +156,7 @@ def test_new_weights_in_the_middle_of_a_store_keep_nothing_of_it(grows: Grows) -
     tree.linker.before_new_weights()
     tree.linker.after_new_weights()
     wanted = tree.compute(prompt(2, 4))
-    tree.settle()  # both are told of
+    tree.settle()  # both are reported
     tree.flush()
     assert tree.find("r", prompt(1, 4))[1] == 0
     check_back(tree, "s", prompt(2, 4), wanted)

@@ -215,10 +215,10 @@ def test_requests_are_told_of_once_with_all_of_their_prompts(
     controller = Controller(storage)
     keys = controller.joins(range(5), rid="a")
     assert told == [], "the scheduler's thread only notes it"
-    for num_before in (2, 5):  # SGLang asks again; it has more by now
+    for num_before in (2, 5):  # SGLang looks up again; it has more by now
         controller.joins(range(5), num_before, rid="a")
     controller.joins(range(5), 5, rid="b")
-    controller.joins(range(4), 2, rid="a")  # somebody else takes the same name
+    controller.joins(range(4), 2, rid="a")  # another request takes the same name
     controller.before = []
     storage.batch_exists(keys[:1])
     whole = [bytes.fromhex(key) for key in keys]

@@ -86,7 +86,7 @@ class Tree:
         }
         if folder is not None:
             settings |= {"disk_path": str(folder), "disk_capacity": 16 * MIB}
-        linker: Any = KvtierLinker  # found when it is asked for
+        linker: Any = KvtierLinker  # resolved lazily
         self.linker = linker(
             get_server_args(),
             self.cache.cache_init_params,

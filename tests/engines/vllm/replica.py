@@ -120,7 +120,7 @@ class Replica:
             for spec, tensor, num_bytes in zip(specs, self.tensors, self.page_bytes, strict=True)
         ]
         self.num_steps = 0
-        self.step()  # all have said hello
+        self.step()  # all have sent their hello
 
     def _config(self, rank: int, extra: dict[str, object], engine_id: str) -> OffloadingConfig:
         num = self.num_ranks

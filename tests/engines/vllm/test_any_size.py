@@ -66,7 +66,7 @@ def of_size(num_ranks: int, **options: Any) -> Opens:
     def opens(config: dict[str, Any]) -> Iterator[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function goes to the ranks
-            # vLLM wants a NUMA node for each rank, unless it is told which cores to take.
+            # vLLM wants a NUMA node for each rank, unless its cores are configured.
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
             with engine(config, tensor_parallel_size=num_ranks, **options) as llm:
                 yield llm

@@ -64,7 +64,7 @@ def _pair(num_rows: int = NUM_PAGES) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _shares(caches: CanonicalKVCaches) -> list[list[tuple[int, int, int]]]:
-    """By group, address of page 0, bytes to the next, and bytes of a share."""
+    """Return, by group: address of page 0, bytes to the next page, and bytes of a share."""
     return [
         [
             (

@@ -28,7 +28,7 @@ from kvtier.connectors.vllm.shared.registry import CONNECTOR_NAME, wrap_factory 
 NAME = os.environ.get("KVTIER_CONNECTOR", "")
 FRONT = front_named(NAME) if NAME else choose().front or OFFLOADING
 CONTRACT = FRONT.contract
-"""With the connector that serves this version, or the one asked for."""
+"""With the connector that serves this version, or the requested one."""
 
 
 def _folder() -> Path:

@@ -353,9 +353,9 @@ def test_a_refused_registration_is_told_and_leaves_nothing_behind(
 def test_settings_of_vllm_bring_blocks_directly_from_disk(
     name: str, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From ``kv_connector_extra_config`` to bytes in the pages of two ranks.
+    """Settings of ``kv_connector_extra_config`` lead to bytes in the pages of two ranks.
 
-    Each rank has an allocation. With ``auto`` host memory has room, and so they take it.
+    Each rank has an allocation. With ``auto``, reads go through host memory, which has room.
     """
     fake, device, undo = on_fake(name)
     device.close()  # each rank has its own

@@ -103,7 +103,7 @@ def test_engine_killed_while_it_stores_starts_again_and_is_right(tmp_path: Path)
     try:
         for line in process.stdout:
             if line.startswith("answered 3"):
-                break  # its stores are still on their way
+                break  # its stores are still in flight
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -157,7 +157,7 @@ def test_full_disk_is_no_reason_to_stop(
 def test_kv_comes_directly_from_disk(
     alone: dict[str, list[tuple[int, Answer]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Past host memory: all of it, or what that has no room for; and what is damaged is found."""
+    """Blocks bypass host memory: all of them, or the excess. Damaged blocks are detected."""
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # vLLM's memory begins at a page
     with engine(with_disk(tmp_path)) as llm:
         one_by_one(llm, PROMPTS)
@@ -201,7 +201,7 @@ def test_two_ranks_find_their_shards_after_a_restart(
     monkeypatch.setenv(
         "THP_MEM_ALLOC_ENABLE", "1"
     )  # where it is on, vLLM's memory begins at a page
-    # vLLM wants a NUMA node for each rank, unless it is told which cores to take.
+    # vLLM wants a NUMA node for each rank, unless its cores are configured.
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         pytest.skip("two ranks need two cores")

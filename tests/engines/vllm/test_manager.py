@@ -221,7 +221,7 @@ def test_log_has_once_what_was_decided(caplog: pytest.LogCaptureFixture) -> None
     name = "again\nforged"
     scheduler.store(scheduler.request("first", KEYS[:2]), KEYS[:2])
     scheduler.look_up(scheduler.request(name, KEYS[:2]), KEYS[:2])
-    for _ in range(3):  # vLLM asks in every step, until there is room for it
+    for _ in range(3):  # vLLM looks up in every step, until there is room for it
         scheduler.num_worth_loading(name)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(r"prompt request=again\nforged tokens=384 reused=256 host_tokens=256 ")

@@ -164,7 +164,7 @@ def test_a_recording_replays_to_the_hits_that_vllm_counted(tmp_path: Path) -> No
         wait_until(
             lambda: len(path.read_bytes().splitlines()) > len(asked), "every request is recorded"
         )
-        run(llm, prompt(9999, 20))  # a step more, that tells of the metrics
+        run(llm, prompt(9999, 20))  # one more step, which reports the metrics
         counted = count("vllm:kvtier_recorded_requests_total", outcome="written")
     trace = _read(path)
     num = len(asked)

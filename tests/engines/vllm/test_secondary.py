@@ -322,7 +322,7 @@ def test_day_s_writes_are_a_bound(tmp_path: Path) -> None:
         assert world.load(keys_of(1, 2, 3, 4)) == [True, True, False, False]
 
 
-# -- what vLLM is told -----------------------------------------------------------------------------
+# -- reports to vLLM -------------------------------------------------------------------------------
 
 
 def _events(world: World) -> list[tuple[list[OffloadKey], bool]]:

@@ -89,7 +89,7 @@ def test_two_ranks_load_the_shards_that_two_others_have_stored(
     monkeypatch: pytest.MonkeyPatch, server: ValkeyServer
 ) -> None:
     """Each rank has half of the heads, under a key of its own; the scheduler decides for both."""
-    # vLLM wants a NUMA node for each rank, unless it is told which cores to take.
+    # vLLM wants a NUMA node for each rank, unless its cores are configured.
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         pytest.skip("two ranks need two cores")

@@ -158,7 +158,7 @@ def attempt(rng: random.Random, folder: Path) -> str:
     try:
         earlier = open_tier(server.url)
         assert User(earlier).put(*range(NUM_BLOCKS)) == [Outcome.THERE] * NUM_BLOCKS
-        earlier.close()  # which tells others
+        earlier.close()  # which publishes to others
         share = rng.choice((0.05, 0.3, 1.0)) if denial is None else 1.0
         try:
             made = open_tier(server.url)

@@ -18,7 +18,7 @@ STORAGE = {
 }
 """Per variant the driver's, and the parts that it is built from, in the library with the driver."""
 LIBRARIES = list(STORAGE) if EFFORT == 1 else list(STORAGE)[::2]
-"""Those that long tests are run with."""
+"""Variants of the long tests."""
 
 ARGUMENTS = {
     "fake_storage_reset": (c_uint, c_int, c_int, c_int),
@@ -39,13 +39,13 @@ class Fault(IntEnum):
     ERROR = 1
     """It fails, with an errno or a code of the library's."""
     LIE = 2
-    """The event of a batch says that it is complete, and has this error in it."""
+    """The event of a batch reports completion, with this error in it."""
     STATUS = 3
     """The event of a batch has this status."""
     CUT = 4
     """It moves so many bytes."""
     MUCH = 5
-    """It says that it moved one byte more than it was asked for."""
+    """It reports one byte more than was requested."""
 
 
 class Cancel(IntEnum):

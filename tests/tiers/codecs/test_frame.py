@@ -114,7 +114,7 @@ def test_nothing_changed_becomes_a_wrong_byte(name: str) -> None:
             bit = rng.randrange(8 * (len(frame) if turn % 2 else HEAD_BYTES + 24))
             frame[bit // 8] ^= 1 << bit % 8
         if turn % 4 == 0 and not coder.is_encrypting:
-            continue  # whose it is says the header in front of it: see test_coded_store
+            continue  # the header in front of it names the block: see test_coded_store
         outcome = coder.decode(KEYS[at], frame, again.pieces)
         seen[outcome] += 1
         if outcome is THERE:

@@ -38,7 +38,7 @@ class FaultyDisk(DiskSystem):
         self._stalls = {operation: _Stall() for operation in self.OPERATIONS}
         self.let_go(*self.OPERATIONS)
 
-    # what tests say
+    # planned faults
 
     def fail(self, operation: str, nth: int = 1, code: int = errno.EIO, count: int = 1) -> None:
         """The ``nth`` operation from now, and ``count`` - 1 after it, fail with ``code``."""

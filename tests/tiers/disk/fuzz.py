@@ -59,7 +59,7 @@ NUMBERS = range(30)
 DEADLINE_S = 60
 """For one mutation: it takes milliseconds."""
 MEMORY_BYTES = 6 << 30
-"""Address space of the process: a request for as much memory as a number in a file says fails."""
+"""Address space of the process: an allocation of a size that a damaged file claims fails."""
 
 
 class QuickDisk(DiskSystem):

@@ -110,7 +110,7 @@ def test_a_read_waits_for_those_who_use_its_slots_still(
 
 
 def test_a_write_waits_until_its_blocks_are_computed(moving: Moving, heeds: bool) -> None:
-    """By way of the ring: the processor computes checksums, of bytes that it can see."""
+    """Writes go through host memory, where the processor can compute checksums."""
     world = moving.world
     world.fill_pool(1)
     world.fake.hold()

@@ -262,7 +262,7 @@ def test_killed_at_any_time_keeps_what_it_acknowledged(
     num_acknowledged = 0
     with writer:
         for kill in range(num_kills):
-            # Each line starts one writer; it tells its process id, then what it stored and freed.
+            # Each line starts a writer; it prints its process id, then the blocks stored and freed.
             writer.stdin.write(f"{kill} {max(known, default=0)}\n".encode())
             writer.stdin.flush()
             number = int(writer.stdout.readline())
@@ -274,7 +274,7 @@ def test_killed_at_any_time_keeps_what_it_acknowledged(
             for line in chain(lines, iter(writer.stdout.readline, b"killed\n")):
                 assert line, "the writer ended by itself"
                 if not line.endswith(b";\n"):
-                    continue  # it was killed while it wrote this line: nobody was told
+                    continue  # it was killed while it wrote this line, which does not count
                 verb, block, slot = line.rstrip(b";\n").split()
                 if verb == b"stored":
                     known[int(block)] = Slot(int(slot))

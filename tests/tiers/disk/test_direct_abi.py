@@ -75,7 +75,7 @@ CODES = {
     "CU_FILE_HANDLE_NOT_REGISTERED": 5027,
     "CU_FILE_NOMEM_ERROR": 5043,
 }
-"""By name, those that mean an errno."""
+"""Constants that stand for an errno, by name."""
 REFUSALS = {"CU_FILE_INVALID_VALUE": 5022, "CU_FILE_BATCH_FULL": 5037}
 
 

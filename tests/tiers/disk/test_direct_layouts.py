@@ -32,7 +32,7 @@ GROUPS = {
     "MLA, 32 and 4 KiB": latent_attention(4, 512, 64, DType.BFLOAT16, 32),
 }
 ORDERS = ["layer_first", "part_first", "block_first", "page_first_direct"]
-"""Those whose pieces are whole pages."""
+"""Layouts whose pieces are whole pages."""
 
 
 def _batch(

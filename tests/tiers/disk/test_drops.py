@@ -45,7 +45,7 @@ def test_drop_for_good_that_could_not_be_written_is_told_and_can_be_repeated(
     with pytest.raises(TierError, match="journal"):
         tier.drop([stored_key(0), stored_key(1)], for_good=True)
     tier.check_invariants()
-    User(tier).put(2)  # whoever writes begins a new journal
+    User(tier).put(2)  # the next write begins a new journal
     tier.drop([stored_key(0), stored_key(1)], for_good=True)
     assert User(tier).find(0) == User(tier).find(1) == [ABSENT]
     tier.check_invariants()

@@ -145,7 +145,7 @@ events = st.lists(
 def test_replay_is_the_last_record_of_each_slot(
     events: list[tuple[RecordKind, int, int, bool]], seed: int
 ) -> None:
-    """In any order, with damaged records between; seq decides. Compared with a dictionary."""
+    """Records in any order, damaged ones among them: the highest seq counts, as in a dictionary."""
     records = np.concatenate([blank(0, RecordKind.PUT), *(blank(1, kind) for kind, *_ in events)])
     records["seq"] = np.arange(1, len(events) + 1)
     last: dict[int, tuple[RecordKind, int, int]] = {}
@@ -222,7 +222,7 @@ def test_recovery_in_pieces_is_the_replay_of_the_whole(
 def test_blocks_leave_by_age_however_far_apart_they_are(
     blocks: list[tuple[int, int]], num_slots: int
 ) -> None:
-    """With slots of few bits and of many: both ways to sort."""
+    """Slots of few bits and of many use different sorts."""
     ages = np.array([step << 32 | height for step, height in blocks], np.uint64)
     slots = np.arange(len(blocks)) * num_slots
     expected = [slot for _, slot in sorted(zip(ages.tolist(), slots.tolist(), strict=True))]

@@ -196,7 +196,7 @@ def test_journal_larger_than_its_slots_explain_is_refused(slab: Path) -> None:
 
 
 def test_holes_in_a_journal_cost_nothing_and_are_damage(slab: Path) -> None:
-    """As large as it may be for 2^32 slots: 4 TiB, all of it holes but a few blocks."""
+    """The journal has the largest size for 2^32 slots: 4 TiB, all holes but a few blocks."""
     size = most_journal_bytes(2**32)
     content = (slab / "journal").read_bytes()
     forge_superblock(slab, num_slots=2**32)

@@ -87,7 +87,7 @@ def test_compatibility_mode_is_called_what_it_is(
 def test_a_disk_that_udev_does_not_know_is_told_of(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in a container without /run/udev, on a machine without nvidia-fs."""
+    """The same is true in a container without /run/udev, or on a machine without nvidia-fs."""
     fake = use(name, monkeypatch)
     monkeypatch.delenv("CUFILE_LOGFILE_PATH", raising=False)
     monkeypatch.setenv("KVTIER_HIPFILE_LIBRARY", "/no/hipfile.so")

@@ -170,7 +170,7 @@ class TestDocked(DockedStoreTests):
         self.shelves[place].values[key] = content
 
 
-# -- what comes late -------------------------------------------------------------------------------
+# -- late writes -----------------------------------------------------------------------------------
 
 
 class LateClient(ShelfClient):
@@ -195,7 +195,7 @@ def test_what_comes_late_into_a_dock_is_never_taken_for_a_block() -> None:
     seen = set()
     for _ in range(100):
         assert User(honest).put(*range(30)) == [THERE] * 30
-        seen.update(User(tier).get(*range(30)))  # which compares every byte of those that are there
+        seen.update(User(tier).get(*range(30)))  # which compares every byte of the found blocks
     assert DAMAGED in seen, "nothing came late: the test is too slow"
     honest.close()
     tier.close()

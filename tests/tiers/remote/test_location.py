@@ -56,7 +56,7 @@ def said_of(url: str) -> list[str]:
         tier = load_plugin("tiers", scheme)(site)
         assert isinstance(tier, StorageTier)
         tier.close()
-        return f"{tier!r} {tier.findings()}"  # nobody answers there
+        return f"{tier!r} {tier.findings()}"  # no server answers there
 
     readers = (lambda: make_keeper(url).where, told_by_tier, lambda: CacheConfig(storage=(url,)))
     for reader in readers:

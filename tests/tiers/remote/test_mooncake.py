@@ -184,7 +184,7 @@ def test_store_that_dies_in_mid_transfer(tmp_path: Path) -> None:
     death.start()
     outcomes: list[Outcome] = []
     while death.is_alive():
-        outcomes += user.get(*range(2000))  # which compares every byte of those that are there
+        outcomes += user.get(*range(2000))  # which compares every byte of the found blocks
     death.join()
     outcomes += user.get(*range(2000))
     assert {*outcomes} <= {THERE, FAILED, ABSENT}

@@ -67,7 +67,7 @@ def test_damaged_block_is_told_of_by_itself_whatever_the_order_of_the_call() -> 
     reader = PackReader(OnePack(bytes(content)), shape, envelope)  # type: ignore[arg-type]
     catalogue = Catalogue(len(KEYS))
     catalogue.add([Pack(1, as_keys(KEYS))])
-    order = [6, 2, 0, 9, 7, 2, 5, 1]  # one twice, one that nobody has
+    order = [6, 2, 0, 9, 7, 2, 5, 1]  # one twice, one that is not stored
     keys = as_keys([stored_key(number) for number in order])
     ((asked, part),) = reader.parts(catalogue.places(keys))
     found = asyncio.run(reader.read(asked, part))

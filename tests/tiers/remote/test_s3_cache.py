@@ -41,7 +41,7 @@ class Replica:
     def serve(self, prompt: list[int]) -> int:
         """Serve a prompt; return the number of tokens that were loaded."""
         labels = token_labels(prompt, BLOCK_SIZE)
-        # One token more is asked for than is cached: it is computed in any case.
+        # One token more is requested than is cached: it is computed in any case.
         lease = self.cache.fetch(self.namespace, labels, len(prompt) + 1, len(labels) + 1)
         assert lease is not None
         while not lease.ready:

@@ -60,7 +60,7 @@ def test_processes_learn_from_each_other_by_themselves(bucket: Bucket) -> None:
 def test_look_up_asks_nobody(bucket: Bucket) -> None:
     tier = bucket.tier()
     User(tier).put(0)
-    tier.abandon()  # nobody is there who could ask
+    tier.abandon()  # it can send no more requests
     assert User(tier).find(0, 1) == [THERE, ABSENT]
 
 

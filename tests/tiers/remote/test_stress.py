@@ -50,7 +50,7 @@ def crowd(open_one: Callable[[], StorageTier], num_puts: int, num_keys: int) -> 
                 first = (seed * 997 + turn * (37 + seed)) % num_keys
                 numbers = [(first + each) % num_keys for each in range(AT_ONCE)]
                 user.put(*numbers)
-                found.update(user.get(*numbers))  # which compares the bytes of those that are there
+                found.update(user.get(*numbers))  # which compares the bytes of the found blocks
             tier.close()
         except BaseException as error:
             errors.append(error)

@@ -93,7 +93,7 @@ def test_look_up_of_many_is_one_round_trip(server: ValkeyServer) -> None:
     proxy.close()
 
 
-# -- what is wrong is never given back -------------------------------------------------------------
+# -- wrong bytes are never returned ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("secret", ["", "a secret"])
@@ -220,7 +220,7 @@ def test_server_that_is_not_there_can_come_later(tmp_path: Path) -> None:
 
 def test_server_that_answers_drop_by_drop_is_too_late() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    tier = open_tier(listener.getsockname()[1], "drops")  # nobody accepts: it is not reached
+    tier = open_tier(listener.getsockname()[1], "drops")  # no server accepts: it is not reached
     stop = threading.Event()
 
     def answer() -> None:

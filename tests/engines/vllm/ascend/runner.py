@@ -62,7 +62,7 @@ STAND_INS = {
     "requires_contiguous_pa_kv_cache": lambda *_: False,
     "get_layerwise_reuse_config": lambda *_: None,
 }
-"""A module that their build makes, imports that need an accelerator, settings nobody turns on."""
+"""A module that their build makes, imports that need an accelerator, settings that stay off."""
 
 
 class Ascend:

@@ -116,7 +116,7 @@ class _Names(dict[str, Any]):
         """Run one definition, and return what it defines."""
         tree = ast.Module([_Bare(self).visit(node)], [])
         ast.fix_missing_locations(tree)
-        for name in _names_at_once(node):  # the interpreter asks no ``__missing__`` there
+        for name in _names_at_once(node):  # the interpreter does not call ``__missing__`` there
             self.look_up(name)
         made: dict[str, Any] = {}
         exec(compile(tree, self._file, "exec"), self, made)

@@ -160,7 +160,7 @@ class Manager(OffloadedTiers):
 
 
 def _make_key(name: bytes, group: int) -> OffloadKey:
-    """As the engine's are, of one length; tests give names of any."""
+    """Return a key of an engine's length; tests give names of any length."""
     return make_offload_key(sha256(name).digest(), group)
 
 
