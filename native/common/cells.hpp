@@ -1,4 +1,4 @@
-// Where things are, by the hashes of their names.
+// Hash table of numbers, by hash.
 #pragma once
 
 #include <algorithm>
@@ -13,26 +13,28 @@
 
 namespace kvtier {
 
-// A hash table of numbers below kNone, in parts: when one grows, it moves a small share of all
-// cells, and nobody waits for more. Parts have sizes of their own, and so don't grow together. At
-// most 4/5 of the cells are used: a search for what is not listed looks at 13 cells then; where 2/3
-// are used, at 5. A tag and a number lie beside each other, so that a look-up waits for memory once.
+// A hash table of numbers below kNone, in parts. A part that grows moves a small share of all
+// cells, so no call takes long. Parts have different sizes, so they do not grow together. At most
+// 4/5 of the cells are used: a search for an absent number then reads 13 cells; with 2/3 used, 5. A
+// tag and a number lie beside each other, so a look-up waits for memory once.
 //
 //   hash = | part: 7 or 10 bits | home: 32 bits | ... | short tag: 8 bits |
 //   cell = | tag | number |
 //
-// A tag of four bytes is the home: a part doubles, and closes a hole, without asking for a hash.
-// With one of a byte, cells have five bytes: for those who know how many there will be. With one of
-// two they have six, and the second says how far from its home a cell lies: a hole is closed without
-// asking for a hash, hardly ever with one.
+// The size of a tag trades memory for calls of hash_of:
+//   4 bytes: the tag is the home. A part doubles, and closes a hole, without hashes.
+//   2 bytes: cells of 6 bytes. The second byte is the distance of the cell from its home, so
+// closing a
+//            hole hardly ever needs a hash.
+//   1 byte:  cells of 5 bytes, for tables whose size is known in advance.
 //
-// is_it(number): whether what is meant has this number. hash_of(number): of one that is listed.
-// Not safe to be used by several threads at once.
+// is_it(number): whether the number is the one searched for. hash_of(number): hash of a listed
+// number. Not thread-safe.
 template <typename Tag>
 class Cells {
  public:
   using Number = std::uint32_t;
-  struct Unasked {};  // for hash_of, where tags are long
+  struct Unasked {};  // in place of hash_of, if tags are long
   static constexpr Number kNone = 0xFFFF'FFFF;
 
   Cells() : parts_(std::size_t{1} << kPartBits) {}
@@ -44,7 +46,7 @@ class Cells {
     return sum;
   }
 
-  // kNone where it is not listed.
+  // Return a listed number; kNone if there is none.
   template <typename Test>
   Number find(std::uint64_t hash, Test&& is_it) const {
     const Part& part = part_of(hash);
@@ -56,8 +58,8 @@ class Cells {
     if (part.num_cells > 0) __builtin_prefetch(&part.cells[part.home(hash >> kHomeShift)]);
   }
 
-  // Calls visit(i, hash) for each i below num, in order, hash being hash_at(i). By then its cell
-  // has come near, and bring(number) was called for what that probably says.
+  // Call visit(i, hash) for each i below num, in order, with hash = hash_at(i). Its cell has been
+  // prefetched by then, and bring(number) called for the number that is probably in it.
   template <typename HashAt, typename Bring, typename Visit>
   void for_each(std::size_t num, HashAt&& hash_at, Bring&& bring, Visit&& visit) const {
     std::array<std::uint64_t, 2 * kAhead> hashes;
@@ -72,13 +74,13 @@ class Cells {
     }
   }
 
-  // It must not be listed.
+  // Add a number that is not listed.
   template <typename HashOf = Unasked>
   void insert(std::uint64_t hash, Number number, HashOf&& hash_of = {}) {
     Part& part = part_of(hash);
     if (const std::size_t num = part.num_cells; is_full(part.num_listed + 1, num)) {
       const std::size_t first = kFewestCells + (hash >> kPartShift) % kFewestCells;
-      // In the end no two are alike.
+      // The odd sizes make the sizes of parts diverge.
       const std::size_t more = num > 0 ? 2 * num + hash % 2 : first;
       part.move(std::shared_ptr<Cell[]>(new Cell[more]), more, hash_of);
     }
@@ -87,7 +89,7 @@ class Cells {
     ++num_listed_;
   }
 
-  // In the place of the number that is listed, or as a new one.
+  // Replace the listed number, or add a new one.
   template <typename Test, typename HashOf = Unasked>
   void put(std::uint64_t hash, Test&& is_it, Number number, HashOf&& hash_of = {}) {
     Part& part = part_of(hash);
@@ -102,7 +104,7 @@ class Cells {
     cell.one_more = number + 1;
   }
 
-  // The number that was listed, kNone where none was.
+  // Remove a number, and return it; kNone if there is none.
   template <typename Test, typename HashOf = Unasked>
   Number erase(std::uint64_t hash, Test&& is_it, HashOf&& hash_of = {}) {
     Part& part = part_of(hash);
@@ -116,13 +118,12 @@ class Cells {
     return number;
   }
 
-  // There will be about so many; the parts have room for up to `spare` times as many more, each for
-  // another number, for those that are outgrown should not grow together. To be called before any
-  // request comes.
+  // Reserve memory for about `num` numbers. Parts get different room for up to `spare` times as
+  // many more, so that they do not grow at the same time. Slow: call it before the first request.
   template <typename HashOf = Unasked>
   void reserve(std::size_t num, double spare, HashOf&& hash_of = {}) {
     if (num == 0) return;
-    // Parts are not alike: hardly any has three standard deviations more than the mean.
+    // Parts fill unevenly: hardly any exceeds the mean by three standard deviations.
     const double mean = static_cast<double>(num) / static_cast<double>(parts_.size());
     const double in_part = mean + 3 * std::sqrt(mean) + 1;
     const auto num_cells = [&](std::size_t i) {
@@ -142,18 +143,18 @@ class Cells {
  private:
   static constexpr bool kTagIsHome = sizeof(Tag) == sizeof(std::uint32_t);
   static constexpr bool kKnowsDistance = sizeof(Tag) == sizeof(std::uint16_t);
-  static constexpr std::size_t kFar = 0xFF;  // it lies so far from its home, or farther
-  static constexpr int kPartBits = kTagIsHome ? 7 : 10;  // hashes to ask for take time
+  static constexpr std::size_t kFar = 0xFF;  // distances from here on are stored as this
+  static constexpr int kPartBits = kTagIsHome ? 7 : 10;  // small parts if hashes are needed
   static constexpr int kPartShift = 64 - kPartBits;
   static constexpr int kHomeShift = kPartShift - 32;
   static constexpr std::size_t kFewestCells = 8;
-  static constexpr std::size_t kAhead = 16;  // whose cells are fetched at a time
+  static constexpr std::size_t kAhead = 16;  // cells that are prefetched at a time
   static_assert(kTagIsHome || kKnowsDistance || sizeof(Tag) == 1);
 
-  // Zeros mean: empty.
+  // All zeros: empty.
   struct [[gnu::packed]] Cell {
     Tag tag = 0;
-    Number one_more = 0;  // than its number
+    Number one_more = 0;  // its number + 1
 
     Number number() const { return one_more - 1; }
     bool is_empty() const { return one_more == 0; }
@@ -169,7 +170,7 @@ class Cells {
   }
 
   struct Part {
-    std::shared_ptr<Cell[]> cells;  // its own, or some of those that were reserved for all parts
+    std::shared_ptr<Cell[]> cells;  // its own, or a part of the cells reserved for all parts
     std::uint32_t num_cells = 0;
     std::uint32_t num_listed = 0;
 
@@ -183,7 +184,7 @@ class Cells {
       else return hash_of(cell.number()) >> kHomeShift;
     }
 
-    // The cell, or the empty one behind those where it could be.
+    // Return the cell of a number, or the empty cell that ends the search.
     template <typename Test>
     std::size_t find(std::uint64_t hash, Test&& is_it) const {
       const Tag tag = tag_of(hash);
@@ -209,7 +210,7 @@ class Cells {
     static Tag with_distance(Tag tag, std::size_t far) {
       return static_cast<Tag>((tag & 0xFF) | std::min(far, kFar) << 8);
     }
-    // From its home.
+    // Return the distance of a cell from its home.
     template <typename HashOf>
     std::size_t distance_of(std::size_t at, HashOf&& hash_of) const {
       if constexpr (kKnowsDistance)
@@ -217,7 +218,7 @@ class Cells {
       return distance(home(home_bits(cells[at], hash_of)), at);
     }
 
-    // Cells that were pushed on by this one move back, so that no search ends too early.
+    // Empty a cell. Later cells that it had displaced move back, so that no search ends too early.
     template <typename HashOf>
     void erase(std::size_t hole, HashOf&& hash_of) {
       for (std::size_t at = next(hole); !cells[at].is_empty(); at = next(at)) {
@@ -231,7 +232,7 @@ class Cells {
       cells[hole] = {};
     }
 
-    // To other cells, all empty.
+    // Move to other cells, all empty.
     template <typename HashOf>
     void move(std::shared_ptr<Cell[]> to, std::size_t num, HashOf&& hash_of) {
       std::swap(to, cells);

@@ -1,4 +1,4 @@
-// Things in a row, of which the last one goes first.
+// A stack of items.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace kvtier {
 
-// As a vector, but that it never moves what it has, however long it grows.
+// Like a vector, but growing never moves its items.
 template <typename Item>
 class List {
  public:
@@ -25,7 +25,7 @@ class List {
     rows_.prefetch(at, num * sizeof(Item));
   }
 
-  // As that of `Rows`.
+  // See `Rows::reserve`.
   void reserve(std::size_t num) { rows_.reserve(num); }
   void push_back(const Item& item) {
     rows_.reach(size_);

@@ -1,4 +1,4 @@
-// Pieces of memory that are about to be filled.
+// Memory in whole pages.
 #pragma once
 
 #include <cstddef>
@@ -19,9 +19,9 @@ struct FreePages {
 template <typename Item>
 using Pages = std::unique_ptr<Item[], FreePages>;
 
-// Room for `num` items, which hold nothing defined. All pages are brought in at once: while an
-// index grows, one call in many pays for it, and not every call. Not huge pages: to find some, a
-// system may move memory around for milliseconds, in the middle of a request.
+// Allocates `num` uninitialised items. All pages are faulted in at once: while an index grows, one
+// call in many pays for it, and not every call. It does not use huge pages: to find some, a system
+// may compact memory for milliseconds, in the middle of a request.
 template <typename Item>
 Pages<Item> allocate_pages(std::size_t num) {
   constexpr std::size_t kPage = 4096;
@@ -34,8 +34,8 @@ Pages<Item> allocate_pages(std::size_t num) {
   return Pages<Item>(static_cast<Item*>(memory));
 }
 
-// Leaves pages out of core dumps: prompts can be read from what is in them. `memory` is the first
-// page's. On a system that can't do so nothing happens.
+// Excludes pages from core dumps, since prompts can be read from them. `memory` is the address of
+// the first page. Does nothing on a system that does not support it.
 inline void leave_out_of_dumps(void* memory, std::size_t num_bytes) {
 #if defined(__linux__) && defined(MADV_DONTDUMP)
   ::madvise(memory, num_bytes, MADV_DONTDUMP);
@@ -44,8 +44,8 @@ inline void leave_out_of_dumps(void* memory, std::size_t num_bytes) {
 #endif
 }
 
-// `num` items of zeros, at least one, in huge pages where the system has some: for large tables
-// that are made whole. The system's zeros are enough; to write others takes as long again.
+// Allocates `num` items of zeros, at least one, in huge pages if the system has some: for large
+// tables of fixed size. It relies on the system's zeros; writing them again would double the time.
 template <typename Item>
 std::shared_ptr<Item[]> zeroed_pages(std::size_t num) {
   const std::size_t num_bytes = num * sizeof(Item);

@@ -1,4 +1,4 @@
-// Memory for things of one size, which are found by number.
+// Memory for items of one size, found by number.
 #pragma once
 
 #include <cstddef>
@@ -11,15 +11,15 @@
 
 namespace kvtier {
 
-// Rows of one size. They grow in chunks: nothing moves, and no growth copies what is there. Token
-// ids may be in them, so they are left out of core dumps.
+// Rows of one size. They grow in chunks, so rows never move and growth copies nothing. They are
+// excluded from core dumps, since they may contain token ids.
 class Rows {
  public:
   explicit Rows(std::size_t row_bytes) : row_bytes_(row_bytes) {}
 
-  // There will be about so many: their chunks are made now, in huge pages where the system has some,
-  // so that a row at random waits for its own memory only, and not for the page tables' as well.
-  // Before the first row is there, and before any request comes; later it does nothing.
+  // Allocate chunks for about `num` rows, in huge pages if the system has some, so that a random
+  // access waits only for the row's memory, and not for page tables as well. Call it before the
+  // first row and the first request; later it does nothing.
   void reserve(std::size_t num) {
     const std::size_t num_bytes = (num + kRows - 1) / kRows * chunk_bytes();
     if (num_bytes < kFewestReserved || num_reserved_ > 0 || !chunks_.empty()) return;
@@ -27,10 +27,10 @@ class Rows {
     leave_out_of_dumps(reserved_.get(), num_bytes);
     num_reserved_ = num_bytes;
   }
-  // Before the first row. What was reserved stays.
+  // Set the size of rows, before the first one. Reserved chunks stay.
   void set_row_bytes(std::size_t num_bytes) { row_bytes_ = num_bytes; }
 
-  // What lies `offset` bytes into a row.
+  // Return the item `offset` bytes into a row.
   template <typename Item>
   Item* at(std::uint32_t index, std::size_t offset) {
     return reinterpret_cast<Item*>(row(index) + offset);
@@ -39,17 +39,17 @@ class Rows {
   const Item* at(std::uint32_t index, std::size_t offset) const {
     return reinterpret_cast<const Item*>(row(index) + offset);
   }
-  // Brings the first bytes of a row nearer.
+  // Prefetch the first bytes of a row.
   void prefetch(std::uint32_t index, std::size_t num_bytes) const {
     constexpr std::size_t kLine = 64;
     for (std::size_t at = 0; at < num_bytes; at += kLine) __builtin_prefetch(row(index) + at);
   }
 
-  // Rows 0 .. index exist afterwards; new ones hold nothing defined.
+  // Make rows 0 .. index exist; new ones are uninitialised.
   void reach(std::uint32_t index) {
     while (chunks_.size() <= index >> kBits) chunks_.push_back(next_chunk());
   }
-  // Row `index` exists afterwards, and not all before it; new ones hold zeros.
+  // Make row `index` exist, but not all rows before it; new ones are zeros.
   void reach_alone(std::uint32_t index) {
     if (chunks_.size() <= index >> kBits) chunks_.resize((index >> kBits) + 1);
     std::byte*& chunk = chunks_[index >> kBits];

@@ -69,7 +69,7 @@ void WorkerPool::run(std::size_t num_threads, const std::function<void()>& work)
   }
   job_waits_.notify_all();
   work();
-  // No worker may join from here on; wait for those that did.
+  // No worker may join from here on; wait for the ones that have joined.
   std::unique_lock lock(mutex_);
   std::erase(jobs_, &job);
   worker_done_.wait(lock, [&job] { return job.num_running == 0; });
@@ -80,7 +80,7 @@ void WorkerPool::grow_to(std::size_t num_workers) {
   try {
     for (; num_workers_ < num_workers; ++num_workers_) std::thread([this] { serve(); }).detach();
   } catch (const std::system_error&) {
-    // The system has no more threads: the caller and the workers there are do the work.
+    // The system has no more threads: the caller and the existing workers do the work.
   }
 }
 

@@ -18,9 +18,9 @@ class WorkerPool {
  public:
   static WorkerPool& shared();
 
-  // Calls `work` on this thread and on up to `num_threads - 1` workers; returns when all that
-  // began have ended. `work` must share out the work by itself, must not throw, and may be called
-  // fewer times than asked.
+  // Calls `work` on this thread and on up to `num_threads - 1` workers; returns when all calls have
+  // ended. `work` must divide the work by itself, must not throw, and may be called fewer times
+  // than `num_threads`.
   void run(std::size_t num_threads, const std::function<void()>& work);
 
   WorkerPool() = default;
