@@ -8,7 +8,7 @@
 namespace kvtier::copy {
 
 // Copies every fragment of the list, on up to `num_threads` threads, and returns when all bytes are
-// there. No destination may overlap another destination or any source. `num_bytes` is the sum of
+// copied. No destination may overlap another destination or any source. `num_bytes` is the sum of
 // the sizes.
 void copy_batch(const Fragments& list, std::size_t num_bytes, std::size_t num_threads);
 

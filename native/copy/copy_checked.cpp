@@ -44,10 +44,10 @@ class Cursor {
   Span span_{nullptr, nullptr, 0};
 };
 
-// A step after the other goes through memory that stays in the first cache, and is checked there:
+// Each step is copied through a buffer that stays in the L1 cache, and is checked there:
 //
 //   source --memcpy--> held --checksum--> --stores--> destination
-//       |-- the lines of the next step are asked for during the checksum
+//       |-- the lines of the next step are prefetched during the checksum
 std::uint32_t copy_block(const Fragments& list, const Part& block, Path path) {
   alignas(64) std::byte held[crc::kStepBytes];
   Cursor in(list, block), out(list, block);

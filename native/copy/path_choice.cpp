@@ -11,8 +11,8 @@ PathChoice::Turn PathChoice::next() {
 }
 
 void PathChoice::record(Path path, double ns_per_byte) {
-  // A sample more or less is nothing to wait for; in a child that was forked while another thread
-  // recorded one, the wait would never end.
+  // A lost sample does no harm. Waiting for the mutex would never end in a child that was forked
+  // while another thread held it.
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) return;
   const auto which = static_cast<std::size_t>(path);

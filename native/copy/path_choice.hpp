@@ -1,4 +1,4 @@
-// Which way of copying is faster here, measured on the work itself.
+// Choice of the faster of two ways of copying, measured on the work itself.
 #pragma once
 
 #include <array>
@@ -13,16 +13,16 @@ namespace kvtier::copy {
 
 enum class Path : std::uint8_t { kPlain, kStreaming };
 
-// Hands out a path per part of a batch. Of every kCycle parts the first 2 * kSamples are timed,
-// half on each path, and the faster one serves the others. Non-temporal stores win by two thirds on
-// some processors and lose a third on others, so no constant would do; timing the real copies needs
-// no start-up, and a wrong choice (say, while a new arena's pages came in) is corrected one cycle
-// later. The slower path costs less than one part in a hundred.
+// Chooses a path per part of a batch. Of every kCycle parts the first 2 * kSamples are timed, half
+// on each path, and the faster path copies the others. Non-temporal stores are two thirds faster on
+// some processors and a third slower on others, so a constant would not do. Timing the real copies
+// needs no start-up, and a wrong choice (for instance while a new arena is faulted in) is corrected
+// one cycle later. The samples cost less than one part in a hundred.
 class PathChoice {
  public:
   struct Turn {
     Path path;
-    bool timed;  // tell `record` how long it took
+    bool timed;  // pass the time that it took to `record`
   };
 
   Turn next();

@@ -20,8 +20,8 @@ namespace {
 // cache to the model's own data; it pays when the batch is larger than the cache.
 //
 // The hardware prefetcher needs a few lines before it runs ahead, at the start of every fragment.
-// So two fragments are copied in turn, kStep bytes of each: one is at full speed while the other
-// warms up, and the first lines of the next one are asked for beforehand.
+// Two fragments are therefore copied in turn, kStep bytes of each: one is at full speed while the
+// other warms up. The first lines of the next one are prefetched.
 //
 //   fragment k    |####>.......|            256 bytes of k, 256 bytes of k+1, ...
 //   fragment k+1  |##>.........|
@@ -136,7 +136,7 @@ void copy_part_streaming(const Fragments& list, const Part& part) {
   }
   copy_front(a, a.size);
   copy_front(b, b.size);
-  _mm_sfence();  // the bytes are visible before anyone hears that the copy is done
+  _mm_sfence();  // the bytes are visible before the copy is reported as done
 }
 
 void stream_out(std::byte* dst, const std::byte* src, std::size_t num_bytes) {

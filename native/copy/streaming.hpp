@@ -18,8 +18,8 @@ void copy_part_streaming(const Fragments& list, const Part& part);
 // Copies `part` with memcpy, one fragment after the other.
 void copy_part_plain(const Fragments& list, const Part& part);
 
-// Copies `num_bytes` from the cache with non-temporal stores. Nobody may count on them before
-// `end_streaming`. Plain stores where kStreamingBuilt is false.
+// Copies `num_bytes` from the cache with non-temporal stores. They may not be visible before
+// `end_streaming`. Plain stores if kStreamingBuilt is false.
 void stream_out(std::byte* dst, const std::byte* src, std::size_t num_bytes);
 void end_streaming();
 

@@ -30,8 +30,8 @@ std::uint64_t load_u64(const std::byte* data) {
   return word;
 }
 
-// Below, a state is the inverted checksum; these go from one state to the next. `ahead` is what will
-// be read next where that does not follow.
+// Below, a state is the inverted checksum; these go from one state to the next. `ahead` is what
+// will be read next where that does not follow.
 using Update = std::uint32_t (*)(std::uint32_t state, const std::byte* data, std::size_t num_bytes,
                                  const std::byte* ahead);
 
@@ -73,8 +73,8 @@ template <std::size_t lane>
                                                                   const std::byte* data,
                                                                   const std::byte* ahead) {
   std::uint64_t a = state, b = 0, c = 0;
-  // The hardware's prefetcher stops at every page; this one asks for the lines of the next turn, in
-  // the order in which they will be wanted: lane beside lane, or from the first to the last.
+  // The hardware prefetcher stops at every page. This loop prefetches the lines of the next turn in
+  // the order of their use: lane by lane, or from the first to the last.
   const std::byte* const next = ahead == nullptr ? data + 3 * lane : ahead;
   const std::size_t along = ahead == nullptr ? 1 : 3, across = ahead == nullptr ? lane : 64;
   for (std::size_t line = 0; line < lane; line += 64) {
