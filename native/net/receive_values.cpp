@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::string_view kEnd = "\r\n";
 constexpr std::size_t kLeastReply = 3;  // bytes: an error without words, -\r\n
-constexpr double kLeastShare = 0.75;    // of what a call may take, while so much time is left
+constexpr double kLeastShare = 0.75;    // SO_RCVTIMEO is set again below this share of it
 constexpr double kLeastWaitS = 0.001;
 constexpr std::size_t kStepBytes = std::size_t{128} << 10;  // stay in a cache until they are checked
 #ifdef IOV_MAX
@@ -29,7 +29,7 @@ constexpr std::size_t kMostParts = IOV_MAX;
 constexpr std::size_t kMostParts = 1024;
 #endif
 
-// A socket, and how long it may take.
+// A socket with a deadline.
 class Line {
  public:
   Line(int fd, double until) : fd_(fd), until_(until) {
@@ -39,8 +39,8 @@ class Line {
       limit_s_ = static_cast<double>(limit.tv_sec) + static_cast<double>(limit.tv_usec) / 1e6;
   }
 
-  // Some bytes, one at least, of those that `parts` have room for; all of them, if `whole`. The
-  // number of them; 0 with an error.
+  // Fill `parts`: with at least one byte, or all of them if `whole`. Return the number of bytes; 0
+  // with an error.
   std::size_t receive(iovec* parts, std::size_t num_parts, bool whole) {
     while (limit()) {
       msghdr message{};
@@ -60,7 +60,7 @@ class Line {
   int error = 0;
 
  private:
-  // Whether there is time left; the system does not wait for much longer than that.
+  // Limit the system's waiting to about the time that is left. Return whether there is any.
   bool limit() {
     const std::chrono::duration<double> now = std::chrono::steady_clock::now().time_since_epoch();
     const double left_s = until_ - now.count();
@@ -96,7 +96,7 @@ class Reader {
   }
 
  private:
-  // Whether a value comes next; its first line is gone then.
+  // Return whether a value is next, and consume its first line.
   bool is_next() {
     while (rest_.size() < line_.size() && line_.starts_with(rest_))
       if (!receive_more(line_.size() - rest_.size())) return false;
@@ -105,7 +105,7 @@ class Reader {
     return true;
   }
 
-  // The next value, and `num_ahead` bytes behind its end, which may fail where the value does not.
+  // Receive the next value, and `num_ahead` bytes behind its end, which may fail separately.
   bool read_value(std::size_t number, std::size_t num_ahead) {
     std::size_t held = 0;
     crc_ = 0;
@@ -135,14 +135,14 @@ class Reader {
     return true;
   }
 
-  // What is to be filled still.
+  // The rest of a piece that is not filled yet.
   struct Part {
     std::byte* begin;
     std::size_t left;
     bool is_checked;
   };
 
-  // So many of its bytes are there.
+  // Note that the next `num` bytes of a part have arrived.
   void fill(Part& part, std::size_t num) {
     if (part.is_checked && num > 0) crc_ = crc::crc32c(part.begin, num, crc_);
     part.begin += num;
@@ -181,12 +181,12 @@ class Reader {
 
   Line socket_;
   std::string_view line_;
-  std::string rest_;  // has come and was not read
+  std::string rest_;  // received and not used yet
   const Places& places_;
   std::size_t num_due_;
   std::vector<Part> parts_;
-  std::vector<iovec> step_;  // those that a call of the system's is for
-  std::uint32_t crc_ = 0;    // of the value that comes
+  std::vector<iovec> step_;  // parts of the current system call
+  std::uint32_t crc_ = 0;    // of the current value
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Values that a server sends one behind the other, as RESP has them, each to where it belongs.
+// Receives values of RESP replies, each directly into its memory.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,9 @@
 
 namespace kvtier::net {
 
-// Where values go: value v to `num_pieces` pieces, size[p] bytes at address[p], from
-// p = v * num_pieces on. num_heads: the first of its pieces, which no checksum is of. Not owned.
+// Destinations of values. Value v goes to `num_pieces` pieces, size[p] bytes at address[p], from
+// p = v * num_pieces on. num_heads: number of its first pieces that the checksum leaves out. Not
+// owned.
 struct Places {
   const std::uint64_t* address;
   const std::uint64_t* size;
@@ -19,20 +20,21 @@ struct Places {
   std::size_t num_heads;
 };
 
-// crcs: crc32c of each value that is whole, the first ones, taken while it comes. rest: what has come
-// behind them. error: of errno.h; ETIMEDOUT for what came too late, ECONNRESET where the server has closed the connection, EPROTO for
-// a value that does not end where it should; 0 where all have come, or another reply has.
+// crcs: crc32c of each complete value, from the first one on. rest: bytes received behind them.
+// error: of errno.h; ETIMEDOUT after the deadline, ECONNRESET if the server has closed the
+// connection, EPROTO for a value with another end than expected; 0 if all values, or another reply,
+// have been received.
 struct Received {
   std::vector<std::uint32_t> crcs;
   std::string rest;
   int error;
 };
 
-// Receives values from the blocking socket `fd` until something comes that does not begin with
-// `line`, the first line of a value that fills its places; such a reply is left, and nothing of it
-// goes to a place. `held` came before. `num_due` replies come after these values. All by `until`,
-// seconds of the monotonic clock. A call of the system's is for a whole value and the line behind it,
-// or for as much of it as stays in a cache until it has its checksum.
+// Receives values from the blocking socket `fd`, until a reply does not begin with `line`, the
+// first line of a value of the right size. Such a reply is returned in `rest`, and not written to a
+// place. `held`: bytes received before. `num_due`: replies that follow these values. until:
+// deadline, in seconds of the monotonic clock. A system call receives a whole value and the line
+// behind it, or as much of a value as stays in a cache until its checksum is computed.
 Received receive_values(int fd, std::string_view line, std::string_view held, const Places& places,
                         std::size_t num_due, double until);
 

@@ -10,12 +10,12 @@
 
 namespace kvtier::uring {
 
-// Requests go into one, and come out of the other, done, under their user_data. Used by one thread
-// at a time. Linux only: elsewhere the constructor throws.
+// Requests are put into one queue; completions with their user_data are taken from the other. Used
+// by one thread at a time. Linux only: elsewhere the constructor throws.
 //
-// A child made by fork shares the kernel's side with its parent: what it registered, it would
-// unregister for both, and completions would come to either. So queues belong to the process that
-// made them. The destructor may run anywhere.
+// A child made by fork shares the kernel's side with its parent: it would unregister files and
+// memory for both, and either process would get the completions. Queues therefore belong to the
+// process that made them. The destructor may run in any process.
 class Queues {
  public:
   // Room for `num_requests` at a time. Throws NativeError where the kernel has no io_uring, or does
@@ -27,11 +27,11 @@ class Queues {
 
   // Throws NativeError in another process than the one that made them.
   void check_owner() const;
-  // Whether the kernel has such requests.
+  // Whether the kernel supports a request.
   bool knows(std::uint8_t opcode) const;
 
-  // Spares the kernel a look-up per request, of the file, which has the number 0 then, or of pages of
-  // memory: 0 or -errno. Both are unregistered in the end.
+  // Register the file, which then has the number 0, or memory. This saves the kernel a look-up per
+  // request. Return 0 or -errno. The destructor unregisters both.
   int register_file(int fd);
   int register_buffers(std::span<const kernel::Vector> buffers);
 

@@ -212,7 +212,7 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
   std::size_t block = 0;       // the next piece to begin: of this block,
   std::int64_t begin = 0;      // from here on
   bool is_over = false;        // the deadline has passed
-  bool was_cancelled = false;  // and what was under way has been told
+  bool was_cancelled = false;  // and requests in flight have been cancelled
   while (true) {
     if (!is_over && deadline_s && *left_s() <= 0) is_over = true;
     if (!is_over) {
@@ -255,7 +255,7 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
     if (checks.crcs == nullptr) {
       whole_.clear();
     } else if (!whole_.empty()) {
-      queues_.enter(0, std::nullopt);  // the disk goes on meanwhile
+      queues_.enter(0, std::nullopt);  // the disk works during the checksums
       check_whole(blocks, checks);
     }
     const std::size_t num_running = depth_ - places_.size();
@@ -270,7 +270,8 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
     const std::size_t wanted = is_last ? 1 : std::max<std::size_t>(1, depth_ / 4);
     const int entered = queues_.enter(static_cast<unsigned>(std::min(wanted, num_running)),
                                       is_over ? std::nullopt : left_s());
-    // Buffers are in use, so there is no way out but to ask again; it is not asked in a frenzy.
+    // The kernel uses the buffers, so the call must be repeated until it succeeds; not in a busy
+    // loop.
     if (entered < 0 && entered != -ETIME && entered != -EINTR)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     queues_.take([&](const kernel::Cqe& event) {

@@ -49,11 +49,11 @@ class Ring {
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Throws NativeError in another process than the one that made the ring. Before anything else, and
-  // before any lock: what was held when the process forked, nobody gives back in the child.
+  // Throws NativeError in another process than the one that made the ring. Call it first, before
+  // taking a lock: a lock that was held at the fork is never released in the child.
   void check_owner() const { queues_.check_owner(); }
 
-  // Spares the kernel a look-up of the file, and of the pages, per request: 0 or -errno.
+  // Register the file, or memory, which saves the kernel a look-up per request. Return 0 or -errno.
   int register_file();
   int register_buffers(std::span<const Memory> buffers);
 
