@@ -72,7 +72,7 @@ std::uint64_t secret() {
   return static_cast<std::uint64_t>(device()) << 32 | device();
 }
 
-// What a table says of keys.
+// Returns the slots of keys in a table.
 template <typename Table>
 Slots found_in(const Table& table, nb::handle keys) {
   const KeyArray key(keys);

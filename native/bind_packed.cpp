@@ -177,7 +177,7 @@ nb::class_<Packed<Item>> bind(nb::module_& module, const char* doc) {
   made.def(
       "__init__", [](It* self, nb::handle items) { new (self) It(packed_from<Item>(items)); },
       nb::arg("items").none());
-  // What sequences of Python can besides, and is seldom asked for.
+  // The other methods of Python's sequences, which are seldom used.
   made.def("__reduce__", [](nb::handle self) {
     return nb::make_tuple(nb::borrow(self.type()), nb::make_tuple(nb::list(self)));
   });

@@ -73,8 +73,8 @@ class UringRing {
     return guarded([&] { return ring_->register_buffers(pieces); });
   }
 
-  // deadline_s: None, or so long that nobody lives to see it, for none. num_checked: bytes of each
-  // block that a checksum is wanted of.
+  // deadline_s: None, or more than kLongestDeadlineS, for none. num_checked: first bytes of each
+  // block that the checksum covers.
   nb::tuple transfer(bool write, nb::handle offsets, nb::handle addresses, nb::handle sizes,
                      std::optional<double> deadline_s, std::optional<std::uint64_t> num_checked) {
     guarded([&] { ring_->check_owner(); });

@@ -1,4 +1,4 @@
-// What the binding of the trie takes and gives: numbers, bytes, lists and arrays of Python.
+// Conversion of Python's numbers, bytes, lists and arrays for the binding of the trie.
 #pragma once
 
 #include <cmath>
@@ -200,7 +200,8 @@ class Buffer {
   bool held_;
 };
 
-// One axis of integers of four or eight bytes, in the machine's order: token ids as they come.
+// Token ids in the caller's type: one axis of integers of four or eight bytes, in native byte
+// order.
 class TokenArray {
  public:
   explicit TokenArray(nb::handle tokens) : buffer_(tokens) {

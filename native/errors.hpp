@@ -14,7 +14,7 @@ class NativeError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Calls into the core; whatever it throws leaves as NativeError.
+// Calls into the core, and translates its exceptions to NativeError.
 template <typename Call>
 auto guarded(Call&& call) {
   try {

@@ -4,8 +4,8 @@
 
 NB_MODULE(_native, module) {
 #if !defined(KVTIER_SANITIZED)
-  // A child that is forked while a thread of its parent holds an index can't ever let it go: no news
-  // to whoever reads its output. Tests under sanitizers are told.
+  // A child that is forked while a thread of its parent holds an index can never free it. That is
+  // no leak to report to users; only tests under sanitizers report it.
   nanobind::set_leak_warnings(false);
 #endif
   module.doc() = "The native core of kvtier. Use it through kvtier.core.hot.";

@@ -12,8 +12,8 @@ namespace kvtier::node {
 
 using Bytes = std::span<const std::byte>;
 
-// Reads one value after the other. What is not of the kind that is asked for, or is cut off, is
-// nothing; so is all that follows.
+// Reads one value after the other. A value of another kind than requested, or one that is cut off,
+// reads as nothing; so do all that follow.
 class Reader {
  public:
   explicit Reader(Bytes content) : left_(content) {}

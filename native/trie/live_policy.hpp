@@ -11,8 +11,8 @@
 
 namespace kvtier::trie {
 
-// Every block that is written or ready counts as queued: the policy knows all of them, and sees by
-// itself which may leave.
+// Every block that is being written or ready counts as queued: the policy knows all of them, and
+// finds out by itself which ones can be evicted.
 class LivePolicy final : private policy::Keeper {
  public:
   // name: one that `make_live` knows.
@@ -24,13 +24,13 @@ class LivePolicy final : private policy::Keeper {
   policy::Live& live() { return *live_; }
   const policy::Live& live() const { return *live_; }
 
-  // A block begins to be written, or is there at once.
+  // Report a block that begins to be written, or is ready at once.
   void entered(Index index);
-  // Takes the block to lose first, kNone where none may leave.
+  // Evict a block and return it; kNone if no block can be evicted.
   Index victim();
-  // A block leaves otherwise.
+  // Report a block that leaves the column otherwise.
   void withdraw(Index index);
-  // Throws BrokenPromise where the policy disagrees with itself.
+  // Throw BrokenPromise if an invariant of the policy is broken.
   void check() const;
 
  private:

@@ -9,7 +9,7 @@
 
 namespace kvtier::trie {
 
-// What a policy may read of the blocks of its column, and its mark on them.
+// A policy's view of the blocks of its column; `queued` is the policy's own mark.
 class ColumnView {
  public:
   ColumnView(Nodes& nodes, std::size_t column) : nodes_(nodes), column_(column) {}
@@ -31,25 +31,26 @@ class ColumnView {
 
 // Least recently used leaf first; of two used at the same moment, the one with the lower number.
 //
-// A heap with one entry per queued block. A use does not move the entry: its time is a lower bound,
-// made right when the entry comes to the top. So a use costs nothing here. Which blocks are
-// candidates (ready, not leased, and no child in the column that needs them) is the trie's business:
-// a block that was offered and is no candidate any more stays queued until `victim` meets it. A
-// queued block stays ready: it leaves the column as a victim, or after `withdraw`. Time never runs
-// backwards.
+// A heap has one entry per queued block. A use does not move the entry, so it costs nothing: the
+// entry's time is a lower bound, and is corrected when the entry is at the top.
+//
+// A block is a candidate if it is ready, not leased, and no child in the column needs it; the trie
+// knows that. A block that was offered and is no candidate any more stays queued until `victim`
+// finds it. A queued block stays ready: it leaves the column as a victim, or after `withdraw`. Time
+// never decreases.
 class Lru {
  public:
   explicit Lru(ColumnView view) : view_(view) {}
 
-  // A block has become a candidate and is not queued.
+  // Queue a block that has become a candidate.
   void offer(Index index);
-  // Takes the candidate to lose first from the queue, kNone where there is none.
+  // Take the candidate to evict first from the queue; kNone if there is none.
   Index victim();
-  // A queued block leaves the column otherwise, which is rare: it is searched for.
+  // Remove a queued block that leaves the column otherwise. This is rare, so it searches the queue.
   void withdraw(Index index);
   std::size_t num_queued() const { return heap_.size() - (hole_ ? 1 : 0); }
   std::size_t num_bytes() const { return heap_.capacity() * sizeof(Entry); }
-  // Throws BrokenPromise where the queue and the blocks disagree.
+  // Throw BrokenPromise if the queue and the blocks disagree.
   void check() const;
 
  private:
