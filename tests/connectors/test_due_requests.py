@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm.shared.due_requests import DueRequests
-from kvtier.connectors.vllm.shared.step import prefill_pieces
+from kvtier.connectors.vllm.shared.step import DueRequests, prefill_pieces
 
 
 def _output(

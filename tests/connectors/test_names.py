@@ -14,7 +14,8 @@ import pytest
 
 from kvtier.connectors.common.weights import Source, identify
 from kvtier.connectors.vllm.shared import weights
-from kvtier.connectors.vllm.shared.names import VllmNames, vllm_source
+from kvtier.connectors.vllm.shared.names import VllmNames
+from kvtier.connectors.vllm.shared.weights import vllm_source
 from kvtier.identity import Basis, Identification, Identity
 
 from .test_identity import FACTS

@@ -45,10 +45,6 @@ class Config:
 ASKING = Config(kv_connector_extra_config={"spec_name": "kvtier"})
 
 
-def _over(theirs: type) -> type:
-    return type("Over", (Ours, theirs), {"theirs": theirs})
-
-
 def _missing() -> type:
     raise ImportError("no such name in this vLLM")
 
@@ -56,9 +52,9 @@ def _missing() -> type:
 @pytest.fixture(autouse=True)
 def _connector(monkeypatch: pytest.MonkeyPatch) -> None:
     modules: dict[str, dict[str, object]] = {
-        "offloading.connector": {"KvtierOffloadingConnector": Ours, "over": _over},
-        "offloading.multi": {"over_offloading": _over},
-        "shared.multi": {"over_multi": _over},
+        "offloading.connector": {"KvtierOffloadingConnector": Ours},
+        "offloading.multi": {"KvtierMultiConnector": Ours},
+        "shared.multi": {"RecomputingMulti": Ours},
     }
     for name, content in modules.items():
         module = ModuleType(f"kvtier.connectors.vllm.{name}")

@@ -203,12 +203,12 @@ class BlockCache(ABC):
         """The storage tiers, fastest first."""
 
     @abstractmethod
-    def promote(self, keys: Sequence[bytes], beside: Sequence[bytes] = ()) -> int:
+    def promote(self, keys: Sequence[bytes], ready_keys: Sequence[bytes] = ()) -> int:
         """Begin to read blocks from storage into memory.
 
         If there is no room for all, only the first ones are read. Returns how many.
 
-        beside: blocks of the same prompt in memory, which must not be evicted for these.
+        ready_keys: blocks of the same prompt in memory, which must not be evicted for these.
         """
 
     @abstractmethod
@@ -239,8 +239,8 @@ class BlockCache(ABC):
         """
 
     @abstractmethod
-    def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        """Report that an answer's blocks follow the block ``before``."""
+    def continues(self, keys: Iterable[bytes], last_key: bytes) -> None:
+        """Report that an answer's blocks follow the block ``last_key``."""
 
     @abstractmethod
     def touch(self, keys: Collection[bytes]) -> None:

@@ -395,8 +395,8 @@ class LocalBlockCache(BlockCache):
     def on_request(self, keys: Iterable[bytes]) -> None:
         self._index.on_request(keys, self._clock())
 
-    def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        self._index.continues(keys, before)
+    def continues(self, keys: Iterable[bytes], last_key: bytes) -> None:
+        self._index.continues(keys, last_key)
 
     def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
         now = self._clock()
@@ -491,8 +491,8 @@ class LocalBlockCache(BlockCache):
 
     # -- between memory and storage ----------------------------------------------------------------
 
-    def promote(self, keys: Sequence[bytes], beside: Sequence[bytes] = ()) -> int:
-        kept = self._ready(beside)
+    def promote(self, keys: Sequence[bytes], ready_keys: Sequence[bytes] = ()) -> int:
+        kept = self._ready(ready_keys)
         self._index.lease(kept, self.memory)
         self._grow(len(keys))
         num = min(len(keys), self.ladder.num_available(self.memory))

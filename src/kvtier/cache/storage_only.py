@@ -294,9 +294,9 @@ class StorageOnlyCache:
         """Report a new request, once. keys: all blocks of its prompt, in its order."""
         self._index.on_request(keys, self._clock())
 
-    def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        """Report that an answer's blocks follow the block ``before``."""
-        self._index.continues(keys, before)
+    def continues(self, keys: Iterable[bytes], last_key: bytes) -> None:
+        """Report that an answer's blocks follow the block ``last_key``."""
+        self._index.continues(keys, last_key)
 
     def touch(self, keys: Collection[bytes]) -> None:
         """Note a use of blocks, in prompt order. The first ones are evicted last."""

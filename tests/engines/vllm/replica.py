@@ -40,9 +40,9 @@ from vllm.v1.kv_offload.config import (
 import kvtier
 from kvtier.cache.transfer.ranks import Report
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
-from kvtier.connectors.vllm.shared.names import vllm_source
 from kvtier.connectors.vllm.shared.pages import EnginePages
 from kvtier.connectors.vllm.shared.request_state import Advice
+from kvtier.connectors.vllm.shared.weights import vllm_source
 from kvtier.tiers.wrappers import Shards
 
 MODEL = Path(kvtier.__file__).parent / "serve/engine/builtin/kvtier-tiny"

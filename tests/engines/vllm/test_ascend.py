@@ -20,10 +20,12 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec  # noqa: E402
 
 from kvtier.connectors.vllm.offloading.ascend import split_caches  # noqa: E402
-from kvtier.connectors.vllm.offloading.host_slots import HostSlots  # noqa: E402
+from kvtier.connectors.vllm.offloading.translation import HostSlots  # noqa: E402
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages  # noqa: E402
+from kvtier.connectors.vllm.shared.copies import BlockSlots  # noqa: E402
 from kvtier.connectors.vllm.shared.worker import RankRoom  # noqa: E402
 from kvtier.core.errors import LayoutError  # noqa: E402
+from kvtier.core.types import Slot  # noqa: E402
 from tests.devices.drivers import make_device  # noqa: E402
 from tests.engines.vllm.engines import connector  # noqa: E402
 from tests.kit.fakes.fake import Fake  # noqa: E402
@@ -185,7 +187,7 @@ def test_keys_and_values_come_back_through_cann(
     monkeypatch.setattr(device, "prepare", lambda: None)  # what is measured here may rank any first
     worker = OffloadedPages(caches, device, RankRoom(slot_bytes, 8), pages_per_block, rank=0)
     before = [part.view(torch.uint8).clone() for part in tensors]
-    slots = HostSlots([5, 2] if pages_per_block == 2 else [5, 2, 7])
+    slots = HostSlots(BlockSlots([*map(Slot, [5, 2] if pages_per_block == 2 else [5, 2, 7])]))
     try:
         _run(worker, 1, worker.submit_store(1, GPULoadStoreSpec([1, 2, 3], [3], [0]), slots))
         if fake.version >= 805:

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from kvtier.connectors.vllm.kv_connector.messages import PageJob, StepMessage
 from kvtier.connectors.vllm.kv_connector.rank import RankHalf
 from kvtier.connectors.vllm.offloading.ascend import split_caches
-from kvtier.connectors.vllm.offloading.host_slots import HostSlots
+from kvtier.connectors.vllm.offloading.translation import HostSlots
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.shared.copies import BlockSlots, PageRange
 from kvtier.connectors.vllm.shared.pages import layer_sizes, tell_pages
@@ -66,10 +66,10 @@ class _OffloadingRank:
         self.worker = OffloadedPages(split, *arguments)
 
     def begin_store(self, job_id: int, pages: list[int], slots: list[int]) -> None:
-        assert self.worker.submit_store(job_id, _spec(pages), HostSlots(slots))
+        assert self.worker.submit_store(job_id, _spec(pages), _slots(slots))
 
     def begin_load(self, job_id: int, slots: list[int], pages: list[int]) -> None:
-        assert self.worker.submit_load(job_id, HostSlots(slots), _spec(pages))
+        assert self.worker.submit_load(job_id, _slots(slots), _spec(pages))
 
     def end(self, job_id: int) -> bool:
         """Wait for a copy. Return whether it is right."""
@@ -105,6 +105,10 @@ class _OwnRank:
         _, loaded = self._half.take_finished()
         assert loaded == ({"request"} if direction is Direction.LOAD else set())
         return not self._half.take_failed_pages()
+
+
+def _slots(slots: list[int]) -> HostSlots:
+    return HostSlots(BlockSlots([*map(Slot, slots)]))
 
 
 def _spec(pages: list[int]) -> GPULoadStoreSpec:

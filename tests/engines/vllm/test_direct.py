@@ -27,8 +27,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.cache.transfer import LocalMover
 from kvtier.cache.transfer.ranks import Done, RankOrder, Report, Verb
-from kvtier.connectors.vllm.offloading.host_slots import HostSlots
+from kvtier.connectors.vllm.offloading.translation import HostSlots
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
+from kvtier.connectors.vllm.shared.copies import BlockSlots
 from kvtier.connectors.vllm.shared.request_state import Advice
 from kvtier.connectors.vllm.shared.worker import RankRoom
 from kvtier.core.errors import ConfigError
@@ -60,7 +61,7 @@ def test_where_it_is_on_a_block_on_disk_is_a_hit_at_once() -> None:
     assert scheduler.look_up(request, KEYS[:3]) == [HIT, HIT, MISS]
     assert scheduler.num_worth_loading("again") == 2 * STEP
     slots = scheduler.load(KEYS[:2], request)
-    assert (slots.block_ids.tolist(), slots.direct) == ([], [0, 1])
+    assert (slots.slots, slots.direct) == ([], [0, 1])
     (order,) = slots.reads
     assert (order.verb, order.tier, order.slots) == (Verb.READ, DISK, (0, 1))
     assert not scheduler.reads(), "the load brings the order along"
@@ -139,7 +140,7 @@ def test_what_host_memory_has_no_room_for_comes_directly(
     assert scheduler.look_up(request, KEYS[:2]) == found
     num = found.count(HIT)
     slots = scheduler.load(KEYS[:num], request)
-    assert (len(slots.block_ids), slots.direct) == (1, [1] * (num - 1))
+    assert (len(slots.slots), slots.direct) == (1, [1] * (num - 1))
     assert [order.slots for order in slots.reads] == [(1,)] * (num - 1)
 
 
@@ -190,7 +191,7 @@ def test_blocks_of_two_groups_are_read_by_one_load() -> None:
     scheduler.manager.on_new_request(request)
     assert scheduler.look_up(request, keys) == [HIT] * 4
     slots = scheduler.load(keys, request)
-    assert (slots.block_ids.tolist(), slots.direct) == ([], [0, 1, 2, 3])
+    assert (slots.slots, slots.direct) == ([], [0, 1, 2, 3])
     (order,) = slots.reads
     assert order.slots == (0, 1, 2, 3)
     assert len({name.key for name in order.names}) == 4
@@ -258,7 +259,9 @@ class Rank:
         """Store the first pages as blocks in the first slots, and write some of them to disk."""
         num_pages = num_blocks * self.n
         source = GPULoadStoreSpec(list(range(num_pages)), [num_pages], [0])
-        self.copy(self.worker.submit_store, source, HostSlots(range(num_blocks)))
+        self.copy(
+            self.worker.submit_store, source, HostSlots(BlockSlots([*map(Slot, range(num_blocks))]))
+        )
         slots = tuple(map(Slot, to_disk))
         self.worker.carry_out(
             RankOrder(1, Verb.WRITE, DISK, tuple(NAMES[at] for at in slots), slots)
@@ -280,7 +283,7 @@ class Rank:
         names = tuple(NAMES[blocks[at]] for at in direct)
         order = RankOrder(2, Verb.READ, DISK, names, tuple(map(Slot, direct)))
         target = GPULoadStoreSpec(to, [len(to)], [first])
-        slots = HostSlots(held, direct, [order] if direct else [])
+        slots = HostSlots(BlockSlots([*map(Slot, held)], direct, [order] if direct else []))
         self.copy(self.worker.submit_load, slots, target)
         return self.done(2) if direct else None
 
@@ -307,7 +310,7 @@ def check_groups(rank: Rank) -> None:
     pages = list(range(4 * n))
     source = GPULoadStoreSpec(pages, [2 * n, 2 * n], [0, 0])
     rank.fill(_random(rank, 1))
-    rank.copy(rank.worker.submit_store, source, HostSlots(range(4)))
+    rank.copy(rank.worker.submit_store, source, HostSlots(BlockSlots([*map(Slot, range(4))])))
     slots = tuple(map(Slot, range(4)))
     rank.worker.carry_out(RankOrder(1, Verb.WRITE, DISK, NAMES[:4], slots))
     assert not rank.done(1).failed
@@ -328,7 +331,7 @@ def check_groups(rank: Rank) -> None:
         target = GPULoadStoreSpec(to, counts, list(firsts))
         before = _random(rank, seed)
         rank.fill(before)
-        rank.copy(rank.worker.submit_load, HostSlots(range(4)), target)
+        rank.copy(rank.worker.submit_load, HostSlots(BlockSlots([*map(Slot, range(4))])), target)
         expected = rank.pages()
         rank.fill(before)
         held = [at for at in range(4) if at not in direct]
@@ -336,7 +339,11 @@ def check_groups(rank: Rank) -> None:
             2, Verb.READ, DISK, tuple(NAMES[at] for at in sorted(direct)),
             tuple(map(Slot, sorted(direct))),
         )  # fmt: skip
-        rank.copy(rank.worker.submit_load, HostSlots(held, sorted(direct), [order]), target)
+        rank.copy(
+            rank.worker.submit_load,
+            HostSlots(BlockSlots([*map(Slot, held)], sorted(direct), [order])),
+            target,
+        )
         assert not rank.done(2).failed
         np.testing.assert_array_equal(rank.pages(), expected)
         assert not np.array_equal(expected, before)
@@ -453,7 +460,7 @@ def test_load_is_done_when_the_disk_has_answered(
 
     monkeypatch.setattr(DiskTier, "get", hangs)
     order = RankOrder(2, Verb.READ, DISK, NAMES[1:2], (Slot(1),))
-    assert rank.worker.submit_load(9, HostSlots([0], [1], [order]), TO_PAGES)
+    assert rank.worker.submit_load(9, HostSlots(BlockSlots([Slot(0)], [1], [order])), TO_PAGES)
     assert begun.wait(60)
     for _ in range(20):
         rank.worker.rest()

@@ -28,8 +28,9 @@ import torch
 
 from kvtier.cache.transfer import LocalMover
 from kvtier.cache.transfer.ranks import RankOrder, Verb
-from kvtier.connectors.vllm.offloading.host_slots import HostSlots
+from kvtier.connectors.vllm.offloading.translation import HostSlots
 from kvtier.connectors.vllm.shared import halves
+from kvtier.connectors.vllm.shared.copies import BlockSlots
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import DISK, Direct, Slot, Verify
 from kvtier.devices import Fence
@@ -239,7 +240,7 @@ def test_a_read_waits_for_those_who_use_its_pages_still(
     rank.compute(7)
     order = RankOrder(2, Verb.READ, DISK, NAMES[:3], (Slot(0), Slot(1), Slot(2)))
     target = spec_of([3, 4, 5])
-    assert rank.worker.submit_load(9, HostSlots([], range(3), [order]), target)
+    assert rank.worker.submit_load(9, HostSlots(BlockSlots([], range(3), [order])), target)
     if heeds:
         for _ in range(20):
             rank.worker.rest()
@@ -266,7 +267,7 @@ def test_load_is_done_when_the_driver_has_answered(rank: Far) -> None:
     rank.store(2, [0, 1])
     rank.fake.hold_storage()
     order = RankOrder(2, Verb.READ, DISK, NAMES[1:2], (Slot(1),))
-    assert rank.worker.submit_load(9, HostSlots([0], [1], [order]), TO_PAGES)
+    assert rank.worker.submit_load(9, HostSlots(BlockSlots([Slot(0)], [1], [order])), TO_PAGES)
     for _ in range(60_000):
         if rank.fake.num_moving:
             break

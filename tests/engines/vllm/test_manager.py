@@ -30,9 +30,9 @@ from kvtier.cache.transfer.ranks import (
     Report,
     Verb,
 )
-from kvtier.connectors.vllm.offloading.host_slots import HostSlots
 from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
+from kvtier.connectors.vllm.shared.copies import BlockSlots
 from kvtier.connectors.vllm.shared.key_scope import KeyScope
 from kvtier.connectors.vllm.shared.names import VllmNames
 from kvtier.connectors.vllm.shared.prompt import Shape
@@ -113,11 +113,11 @@ class Scheduler:
         self.manager.state_of(context.req_id).begin_look_up(0)
         return [self.manager.lookup(key, context) for key in keys]
 
-    def load(self, keys: Sequence[OffloadKey], context: ReqContext) -> HostSlots:
+    def load(self, keys: Sequence[OffloadKey], context: ReqContext) -> BlockSlots:
         """Begin a load of blocks that a look-up has found last."""
         if self.manager.state_of(context.req_id).phase is not Phase.LOOKING_UP:
             self.look_up(context, list(keys))
-        return self.manager.prepare_load(keys, context)
+        return self.manager.prepare_load(keys, context).blocks
 
     def advise(self, name: str) -> Advice:
         """Return the advice for a request with a prompt of three blocks."""

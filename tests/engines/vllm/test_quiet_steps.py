@@ -19,8 +19,8 @@ from benchmarks.vllm.steps import PAGE, Replica, prepare
 from kvtier.connectors.vllm.kv_connector.connector import IDLE, StepMetadata
 from kvtier.connectors.vllm.kv_connector.messages import StepMessage
 from kvtier.connectors.vllm.offloading.connector import NOTHING, TierMetadata
-from kvtier.connectors.vllm.shared.due_requests import DueRequests
 from kvtier.connectors.vllm.shared.manager import TierManager
+from kvtier.connectors.vllm.shared.step import DueRequests
 from tests.engines.vllm.engines import connector, own_connector
 
 NUM_RUNNING = 8

@@ -23,11 +23,13 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector, TierMetadata
-from kvtier.connectors.vllm.offloading.host_slots import HostSlots
+from kvtier.connectors.vllm.offloading.translation import HostSlots
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.shared import worker as worker_module
-from kvtier.connectors.vllm.shared.due_requests import DueRequests
+from kvtier.connectors.vllm.shared.copies import BlockSlots
+from kvtier.connectors.vllm.shared.step import DueRequests
 from kvtier.connectors.vllm.shared.worker import REST_S, RankRoom
+from kvtier.core.types import Slot
 from kvtier.devices import find_device
 
 PAGE_BYTES = 4096
@@ -83,7 +85,7 @@ def test_rank_sleeps_in_a_step_that_computes_nothing(
 def test_rank_tells_of_a_copy_that_is_done_without_sleeping(
     worker: OffloadedPages, sleeps: Sleeps
 ) -> None:
-    assert worker.submit_store(1, GPULoadStoreSpec([1], [1], [0]), HostSlots([0]))
+    assert worker.submit_store(1, GPULoadStoreSpec([1], [1], [0]), HostSlots(BlockSlots([Slot(0)])))
     worker.wait({1})
     worker.rest()
     assert sleeps.seconds == 0
@@ -102,7 +104,7 @@ def test_scheduler_says_whether_a_step_computes(
         lambda self, output: OffloadingConnectorMetadata({}, {}),
     )
     steps = SimpleNamespace(begin=lambda now, pieces: None)
-    manager = SimpleNamespace(take_orders=list, steps=steps)
+    manager = SimpleNamespace(take_orders=list, steps=steps, num_new_weights=0)
     monkeypatch.setattr(KvtierOffloadingConnector, "_manager", manager)
     output = SchedulerOutput.make_empty()
     if num_tokens:

@@ -286,8 +286,8 @@ class NodeCache(BlockCache):
 
     # -- between memory and storage ----------------------------------------------------------------
 
-    def promote(self, keys: Sequence[bytes], beside: Sequence[bytes] = ()) -> int:
-        told, kept = b"".join(keys), b"".join(beside)
+    def promote(self, keys: Sequence[bytes], ready_keys: Sequence[bytes] = ()) -> int:
+        told, kept = b"".join(keys), b"".join(ready_keys)
         found = self._ask(
             keys,
             lambda request, partition: protocol.PromoteRequest(request, partition, told, kept),
@@ -341,9 +341,9 @@ class NodeCache(BlockCache):
         if told := b"".join(keys):
             self._tell(lambda number: protocol.PromptNotice(number, told))
 
-    def continues(self, keys: Iterable[bytes], before: bytes) -> None:
+    def continues(self, keys: Iterable[bytes], last_key: bytes) -> None:
         if told := b"".join(keys):
-            self._tell(lambda number: protocol.ContinueNotice(number, told, before))
+            self._tell(lambda number: protocol.ContinueNotice(number, told, last_key))
 
     def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
         self._say(keys, hint.said(block_size, 0.0))

@@ -33,14 +33,15 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvtier.cache.transfer.ranks import Hello, RankMover, Report
-from kvtier.connectors.vllm.offloading.host_slots import HostSlots
 from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
+from kvtier.connectors.vllm.offloading.translation import HostSlots
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
+from kvtier.connectors.vllm.shared.copies import BlockSlots
 from kvtier.connectors.vllm.shared.names import VllmNames
 from kvtier.connectors.vllm.shared.prompt import Shape
 from kvtier.connectors.vllm.shared.tiers import rank_tiers
 from kvtier.connectors.vllm.shared.worker import RankRoom
-from kvtier.core.types import HOST, LoadPolicy
+from kvtier.core.types import HOST, LoadPolicy, Slot
 from kvtier.devices import find_device
 from kvtier.tiers import HostTier
 
@@ -146,7 +147,7 @@ class Manager(OffloadedTiers):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Any:
         self._must_have_begun(req_context)
-        return CPULoadStoreSpec(super().prepare_load(keys, req_context).block_ids.tolist())
+        return CPULoadStoreSpec(super().prepare_load(keys, req_context).blocks.slots)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -155,7 +156,7 @@ class Manager(OffloadedTiers):
         found = super().prepare_store(keys, req_context)
         if found is not None:
             assert isinstance(found.store_spec, HostSlots)
-            found.store_spec = CPULoadStoreSpec(found.store_spec.block_ids.tolist())
+            found.store_spec = CPULoadStoreSpec(found.store_spec.blocks.slots)
         return found
 
 
@@ -272,7 +273,7 @@ class Copies:
         slots = [self._slot_of.setdefault(key, len(self._slot_of)) for key in keys]
         assert len(self._slot_of) <= NUM_SLOTS, "more blocks than this plug-in has slots"
         _seen["blocks"] = max(_seen["blocks"], len(self._slot_of))
-        return HostSlots(slots)
+        return HostSlots(BlockSlots([*map(Slot, slots)]))
 
     def _walk(self, pages: GPULoadStoreSpec, keys: list[OffloadKey]) -> Any:
         """Yield, per page: key of its block, place in the block, group and page id.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
@@ -16,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 from kvtier.connectors.vllm.kv_connector.config import facts_of, keep_block_hashes
-from kvtier.connectors.vllm.kv_connector.idle import take_steps_while_busy
 from kvtier.connectors.vllm.kv_connector.messages import NOTHING, RankMessage, StepMessage
 from kvtier.connectors.vllm.kv_connector.rank import RankHalf
 from kvtier.connectors.vllm.kv_connector.scheduler import SchedulerHalf, Tracked
@@ -24,7 +24,6 @@ from kvtier.connectors.vllm.kv_connector.stats import ConnectorMetrics, Connecto
 from kvtier.connectors.vllm.shared import new_weights, weights
 from kvtier.connectors.vllm.shared.adapters import adapters_of
 from kvtier.connectors.vllm.shared.cores import off_compute_cores
-from kvtier.connectors.vllm.shared.due_requests import DueRequests
 from kvtier.connectors.vllm.shared.halves import Sizes
 from kvtier.connectors.vllm.shared.key_scope import counts_media
 from kvtier.connectors.vllm.shared.limits import kind_of
@@ -35,6 +34,7 @@ from kvtier.connectors.vllm.shared.rank_weights import model_of_caller
 from kvtier.connectors.vllm.shared.recording import RequestRecording
 from kvtier.connectors.vllm.shared.request_state import Keeping
 from kvtier.connectors.vllm.shared.shards import division_of, layout_of, shards_of
+from kvtier.connectors.vllm.shared.step import DueRequests
 from kvtier.connectors.vllm.shared.worker import TierWorker
 from kvtier.observe.specs import VLLM_RECORDED_REQUESTS
 
@@ -118,7 +118,7 @@ class KvtierConnector(KVConnectorBase_V1):
         self._recording = RequestRecording(
             extra, self._half.block_tokens, self._facts.tokens_per_hash, self._facts.replica
         )
-        take_steps_while_busy()
+        _take_steps_while_busy()
         new_weights.watch(self)
 
     # -- in the scheduler's process ----------------------------------------------------------------
@@ -308,3 +308,29 @@ class KvtierConnector(KVConnectorBase_V1):
             self._scheduler.manager.shutdown()
         if self._recording is not None:
             self._recording.close()
+
+
+def _take_steps_while_busy() -> None:
+    """Make vLLM's scheduler take steps while its connector has pending work.
+
+    vLLM does so itself from 0.25 on. Older versions take no steps without requests, so blocks
+    stored by the last request would reach the disk only with the next request, or never.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    theirs = Scheduler.has_finished_requests
+    if hasattr(KVConnectorBase_V1, "has_pending_push_work") or hasattr(theirs, "__wrapped__"):
+        return
+
+    @wraps(theirs)
+    def has_finished_requests(self: Any) -> bool:
+        return theirs(self) or _has_work(self.connector)
+
+    Scheduler.has_finished_requests = has_finished_requests
+
+
+def _has_work(connector: Any) -> bool:
+    """Return whether a connector, or one inside it (MultiConnector), has work."""
+    asks = getattr(connector, "has_pending_push_work", None)
+    inside = getattr(connector, "_connectors", ())
+    return bool(asks and asks()) or any(map(_has_work, inside))

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvtier.cache.block_cache import BlockState
 from kvtier.connectors.vllm.kv_connector.messages import (
     NOTHING,
     PageJob,
@@ -16,11 +17,10 @@ from kvtier.connectors.vllm.kv_connector.messages import (
     StepMessage,
 )
 from kvtier.connectors.vllm.shared.copies import BlockSlots, PageRange
-from kvtier.connectors.vllm.shared.due_requests import DueRequests
-from kvtier.connectors.vllm.shared.manager import Found, TierManager
+from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks, group_key
 from kvtier.connectors.vllm.shared.queued_requests import QueuedRequests
-from kvtier.connectors.vllm.shared.step import prefill_pieces
+from kvtier.connectors.vllm.shared.step import DueRequests, prefill_pieces
 from kvtier.core.types import DEVICE, HOST
 from kvtier.observe.specs import VLLM_MOVED_BYTES, VLLM_MOVED_SECONDS
 
@@ -46,7 +46,6 @@ class Tracked:
         request: vLLM's request, or a wrapper that replaces its block hashes.
         state: State of the request in ``TierManager``.
         keys: Keys of its full blocks so far, in prompt order.
-        ends: Token at which each block ends, by key. ``state`` shares this mapping.
         pages: Pages that vLLM has allocated to the request, in prompt order.
         num_stored: Number of leading blocks that were stored, or need not be.
         is_running: Whether a step was scheduled for it since it was last given pages. Until then
@@ -56,8 +55,7 @@ class Tracked:
 
     request: Any
     state: RequestState
-    keys: list[bytes]
-    ends: dict[bytes, int]
+    keys: list[bytes] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_stored: int = 0
     is_running: bool = False
@@ -125,14 +123,12 @@ class SchedulerHalf:
         """Return the state of a request; create it if vLLM has just added or first queried it."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            ends: dict[bytes, int] = {}
             blocks = RequestBlocks(
                 request.request_id,
-                ends,
-                request.kv_transfer_params,
-                getattr(request, "kv_hints", None),  # from vLLM 0.32
+                params=request.kv_transfer_params,
+                envelope=getattr(request, "kv_hints", None),  # from vLLM 0.32
             )
-            tracked = Tracked(request, self.manager.begin(blocks), [], ends)
+            tracked = Tracked(request, self.manager.begin(blocks))
             self._requests[request.request_id] = tracked
             if self._queued is not None:
                 self._queued.on_queued(request)
@@ -143,12 +139,12 @@ class SchedulerHalf:
 
     def _hash(self, tracked: Tracked) -> None:
         """Add the keys of blocks that vLLM has hashed since the last call."""
-        every, keys = self._hashes_per_block, tracked.keys
-        hashes = tracked.request.block_hashes
-        for at in range(len(keys), len(hashes) // every):
-            key = group_key(bytes(hashes[(at + 1) * every - 1]), GROUP)
+        every, keys, ends = self._hashes_per_block, tracked.keys, tracked.state.request.ends
+        block_hashes = tracked.request.block_hashes
+        for at in range(len(keys), len(block_hashes) // every):
+            key = group_key(bytes(block_hashes[(at + 1) * every - 1]), GROUP)
             keys.append(key)
-            tracked.ends[key] = (at + 1) * self._block
+            ends[key] = (at + 1) * self._block
 
     # -- loads -------------------------------------------------------------------------------------
 
@@ -168,10 +164,10 @@ class SchedulerHalf:
             first, last = num_computed // self._block, most // self._block
             end, is_ready = first, True
             for key in tracked.keys[first:last]:
-                found = self.manager.find(key, tracked.state)
-                if found is Found.NOTHING:
+                place = self.manager.find(key, tracked.state)
+                if place is BlockState.NOWHERE:
                     break
-                is_ready &= found is Found.READY
+                is_ready &= place is BlockState.MEMORY
                 end += 1
             return max(0, end * self._block - num_computed) if is_ready else None
 
@@ -241,10 +237,10 @@ class SchedulerHalf:
         num, pages = self._facts.pages_per_block, tracked.pages
         stored: list[int] = []
         for key in room.keys:
-            at = tracked.ends[key] // self._page
+            at = tracked.state.request.ends[key] // self._page
             stored += pages[at - num : at]
         assert len(stored) == num * len(room.keys), "a block whose pages vLLM has not told"
-        slots = self.manager.slots_of(room)
+        slots = BlockSlots(room.slots, guard=room.guard)
         job = self._begin_job(tracked, room.keys, PageRange(stored), slots, is_store=True)
         tracked.stores.add(job.job_id)
         self._stores.append(job)

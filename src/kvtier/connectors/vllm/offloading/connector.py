@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -41,7 +41,6 @@ from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.shared import new_weights, weights
 from kvtier.connectors.vllm.shared.adapters import adapters_of
 from kvtier.connectors.vllm.shared.cores import off_compute_cores
-from kvtier.connectors.vllm.shared.due_requests import DueRequests
 from kvtier.connectors.vllm.shared.key_scope import counts_media
 from kvtier.connectors.vllm.shared.pages import EnginePages, layer_sizes
 from kvtier.connectors.vllm.shared.queued_requests import QueuedRequests
@@ -50,7 +49,7 @@ from kvtier.connectors.vllm.shared.recording import record_settings
 from kvtier.connectors.vllm.shared.registry import CONNECTOR_NAME
 from kvtier.connectors.vllm.shared.request_state import Doubt, Keeping, RequestState
 from kvtier.connectors.vllm.shared.shards import division_of, shards_of
-from kvtier.connectors.vllm.shared.step import prefill_pieces
+from kvtier.connectors.vllm.shared.step import DueRequests, prefill_pieces
 from kvtier.connectors.vllm.standalone.unsupported import engine_of
 from kvtier.observe.specs import VLLM_RECORDED_REQUESTS
 from kvtier.tiers.wrappers import Shards
@@ -400,14 +399,6 @@ class KvtierOffloadingConnector(RecordedConnector):
 
 
 KvtierOffloadingConnector.__name__ = CONNECTOR_NAME
-
-
-@cache
-def over(theirs: type[OffloadingConnector]) -> type[KvtierOffloadingConnector]:
-    """Ours, derived from the connector that a platform has in the place of vLLM's."""
-    if theirs is OffloadingConnector:
-        return KvtierOffloadingConnector
-    return type(CONNECTOR_NAME, (KvtierOffloadingConnector, theirs), {"theirs": theirs})
 
 
 def _with(kind: type[T], theirs: Any, **ours: object) -> T:

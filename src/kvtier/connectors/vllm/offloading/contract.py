@@ -111,7 +111,6 @@ CALLED: Mapping[str, Mapping[str, Takes]] = {
     "OffloadPromMetrics": {"_create_metric": Takes("metric_name, metadata")},
     "ReqContext": {"get_offload_key_position": Takes("key")},
     "TierFilter": {"allows": Takes("medium, locality")},
-    "BlockIDsLoadStoreSpec": {"__init__": Takes("block_ids")},
 }
 """kvtier calls these: they must take what it passes, and want nothing more."""
 

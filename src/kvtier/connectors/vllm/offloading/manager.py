@@ -20,22 +20,23 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 
-from kvtier.cache.block_cache import Reserved
-from kvtier.connectors.vllm.offloading.host_slots import HostSlots
+from kvtier.cache.block_cache import BlockState, Reserved
 from kvtier.connectors.vllm.offloading.stats import stats_of
-from kvtier.connectors.vllm.offloading.translation import request_of, source_of
+from kvtier.connectors.vllm.offloading.translation import HostSlots, request_of, source_of
+from kvtier.connectors.vllm.shared.copies import BlockSlots
 from kvtier.connectors.vllm.shared.limits import kind_of
-from kvtier.connectors.vllm.shared.manager import Found, TierManager
+from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.request_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 RESULTS = {
-    Found.NOTHING: LookupResult.MISS,
-    Found.READY: LookupResult.HIT,
-    Found.ARRIVING: LookupResult.HIT_PENDING,
-    Found.LATER: LookupResult.RETRY,
+    BlockState.NOWHERE: LookupResult.MISS,
+    BlockState.MEMORY: LookupResult.HIT,
+    BlockState.ARRIVING: LookupResult.HIT_PENDING,
+    BlockState.STORAGE: LookupResult.RETRY,
+    BlockState.UNKNOWN: LookupResult.RETRY,
 }
 
 
@@ -60,7 +61,7 @@ class OffloadedTiers(TierManager, OffloadingManager):
         self.cache.touch(keys)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> HostSlots:
-        return HostSlots.of(self.begin_load(keys, self.state_of(req_context.req_id)))
+        return HostSlots(self.begin_load(keys, self.state_of(req_context.req_id)))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.end_load(keys, _state(req_context))
@@ -71,7 +72,9 @@ class OffloadedTiers(TierManager, OffloadingManager):
         room = self.begin_store(keys, _state(req_context))
         if room is None:  # vLLM would log a warning for every None
             room = Reserved((), (), [])
-        return PrepareStoreOutput(room.keys, HostSlots.of(self.slots_of(room)), room.evicted)
+        return PrepareStoreOutput(
+            room.keys, HostSlots(BlockSlots(room.slots, guard=room.guard)), room.evicted
+        )
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True

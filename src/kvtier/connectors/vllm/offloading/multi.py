@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
-from kvtier.connectors.vllm.shared.multi import RecomputingMulti, over_multi
+from kvtier.connectors.vllm.shared.multi import RecomputingMulti
 from kvtier.connectors.vllm.shared.registry import CONNECTOR_NAME, offloading_class
 
 if TYPE_CHECKING:
@@ -69,8 +69,3 @@ def _extra_configs(
 def _is_offloading(config: VllmConfig) -> bool:
     named: bool = config.kv_transfer_config.kv_connector == CONNECTOR_NAME
     return named and not config.kv_transfer_config.kv_connector_module_path
-
-
-def over_offloading(theirs: type[MultiConnector]) -> type[MultiConnector]:
-    """Return ``KvtierMultiConnector``, derived from the MultiConnector in vLLM's table."""
-    return over_multi(theirs, KvtierMultiConnector)

@@ -1,13 +1,15 @@
-"""Translation of vLLM's ``v1/kv_offload`` types into kvtier's: engines, requests, tiers."""
+"""Translation of vLLM's ``v1/kv_offload`` types into kvtier's: engines, requests, slots, tiers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.base import LoadStoreSpec, ReqContext
 
 import kvtier.connectors.vllm.offloading.positions  # noqa: F401 - of blocks, before vLLM 0.31
+from kvtier.connectors.vllm.shared.copies import BlockSlots
 from kvtier.connectors.vllm.shared.engine_facts import EngineFacts, GroupFacts
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks
 from kvtier.core.types import DISK, HOST
@@ -15,6 +17,13 @@ from kvtier.core.types import DISK, HOST
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+
+@dataclass(frozen=True)
+class HostSlots(LoadStoreSpec):
+    """Places of a copy's blocks, as vLLM carries them from the scheduler's side to a rank."""
+
+    blocks: BlockSlots
 
 
 def facts_of(config: OffloadingConfig) -> EngineFacts:

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connectors.common.paged_pool import PoolShare
-from kvtier.connectors.vllm.offloading.host_slots import HostSlots
+from kvtier.connectors.vllm.offloading.translation import HostSlots
 from kvtier.connectors.vllm.shared.copies import PageRange
 from kvtier.connectors.vllm.shared.pages import EnginePages
 from kvtier.connectors.vllm.shared.worker import RankRoom, TierWorker
@@ -62,7 +62,7 @@ class OffloadedPages(TierWorker, OffloadingWorker):
             at += count
         if direction is Direction.LOAD:
             self._loads.add(job_id)
-        self.submit(job_id, ranges, slots.to_slots(), direction)
+        self.submit(job_id, ranges, slots.blocks, direction)
         return True
 
     def get_finished(self) -> list[TransferResult]:

@@ -28,7 +28,6 @@ from kvtier.connectors.common.weights import find_files
 from kvtier.connectors.vllm.shared import weights
 from kvtier.connectors.vllm.shared.cores import off_compute_cores
 from kvtier.connectors.vllm.shared.key_scope import KeyScope, scope_of
-from kvtier.connectors.vllm.shared.names import vllm_source
 from kvtier.identity import GRAIN_NS, Basis, Identification
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class AdapterLoad:
 
     def _find(self) -> Path | None:
         """Return the files as vLLM finds them; None if they are not here."""
-        return find_files(vllm_source(os.path.expanduser(self.name[1])))
+        return find_files(weights.vllm_source(os.path.expanduser(self.name[1])))
 
     def doubt(self) -> None:
         """Note that vLLM may compute with another adapter under this load's number."""

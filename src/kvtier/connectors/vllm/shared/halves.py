@@ -13,9 +13,8 @@ import vllm
 from kvtier.cache.transfer.ranks import RankMover
 from kvtier.connectors.vllm.shared.cores import off_compute_cores
 from kvtier.connectors.vllm.shared.engine_facts import EngineFacts
-from kvtier.connectors.vllm.shared.identity import rank_layout
 from kvtier.connectors.vllm.shared.manager import TierManager
-from kvtier.connectors.vllm.shared.names import VllmNames
+from kvtier.connectors.vllm.shared.names import VllmNames, rank_layout
 from kvtier.connectors.vllm.shared.prompt import Shape
 from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.connectors.vllm.shared.tiers import EngineTiers, node_tiers, rank_tiers

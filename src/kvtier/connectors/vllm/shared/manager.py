@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 
 from kvtier.cache.block_cache import BlockState, Change, Reserved
 from kvtier.cache.transfer.ranks import RankMover, RankOrder, Report
@@ -27,27 +26,6 @@ from kvtier.observe import specs
 from kvtier.plan import StepClock
 
 logger = logging.getLogger(__name__)
-
-
-class Found(Enum):
-    """Result of a look-up of one block for one request."""
-
-    NOTHING = "nothing"
-    """Nowhere, or not for this request."""
-    READY = "ready"
-    ARRIVING = "arriving"
-    """On its way to memory."""
-    LATER = "later"
-    """In storage, or storage has not said yet: ask again."""
-
-
-FOUND = {
-    BlockState.NOWHERE: Found.NOTHING,
-    BlockState.ARRIVING: Found.ARRIVING,
-    BlockState.MEMORY: Found.READY,
-    BlockState.STORAGE: Found.LATER,
-    BlockState.UNKNOWN: Found.LATER,
-}
 
 
 class TierManager:
@@ -115,7 +93,7 @@ class TierManager:
             self._begin(state)  # vLLM looks up nothing if its own pool had the whole prompt
             self._note_declined(state)
             self.cache.touch(state.in_prompt_order())
-            if state.last_reported:
+            if state.last_key:
                 self._hint(state.request, at_end=True)
             state.finish()
 
@@ -150,23 +128,27 @@ class TierManager:
                 case Advice.COMPUTE:
                     return 0
 
-    def find(self, key: bytes, state: RequestState) -> Found:
-        """Look up a block for a request."""
+    def find(self, key: bytes, state: RequestState) -> BlockState:
+        """Look up a block for a request, and return its state as the request may use it.
+
+        ``NOWHERE`` also stands for a block that the request may not load, and ``MEMORY`` for one
+        that is read directly from storage.
+        """
         request = state.request
         if state.limit is not None and request.ends.get(key, 0) > state.limit.end:
-            return Found.NOTHING
+            return BlockState.NOWHERE
         if not state.is_kept(key):
-            return Found.NOTHING
+            return BlockState.NOWHERE
         place = self._find(key, state)
         (tier,) = self.promotion.sources({key: place})
         if not request.limits.allows(tier):
-            return Found.NOTHING
+            return BlockState.NOWHERE
         if state.patience.given_up is not None and place is not BlockState.MEMORY:
-            return Found.NOTHING
+            return BlockState.NOWHERE
         state.lookup.met[key] = place
         if place is BlockState.STORAGE and self.promotion.goes_direct(key, state):
-            return Found.READY
-        return FOUND[place]
+            return BlockState.MEMORY
+        return place
 
     def _find(self, key: bytes, state: RequestState) -> BlockState:
         """Return the location of a block.
@@ -178,15 +160,15 @@ class TierManager:
         if lookup.found is None:
             self._begin(state)
             keys = state.request.after(lookup.num_computed)
-            shared = [key for key in keys if state.is_shared(key)]
+            shared_keys = [key for key in keys if state.is_shared(key)]
             has_gaps = not self._shape.has_one_group
             lookup.found = {}
-            if shared:
-                found, lookup.answers = self.cache.lookup(shared, has_gaps)
-                lookup.found.update(zip(shared, found, strict=True))
-            if len(shared) < len(keys):
-                own = [key for key in keys if not state.is_shared(key)]
-                lookup.found.update(zip(own, self.cache.lookup_private(own), strict=True))
+            if shared_keys:
+                found, lookup.answers = self.cache.lookup(shared_keys, has_gaps)
+                lookup.found.update(zip(shared_keys, found, strict=True))
+            if len(shared_keys) < len(keys):
+                own_keys = [key for key in keys if not state.is_shared(key)]
+                lookup.found.update(zip(own_keys, self.cache.lookup_private(own_keys), strict=True))
         place = lookup.found.get(key)
         if not state.is_shared(key):
             return self.cache.lookup_private([key])[0] if place is None else place
@@ -204,17 +186,16 @@ class TierManager:
     def begin_load(self, keys: Collection[bytes], state: RequestState) -> BlockSlots:
         """Hold blocks that were found, for a copy to the device. Return where they are."""
         read = state.begin_load(keys, time.monotonic())
-        via_memory = [key for key in keys if key not in read]
-        sources: list[str] = []
+        memory_keys = [key for key in keys if key not in read]
+        direct, sources = list(read.values()), list[str]()
         if self._direct_reads is not None:
-            sources = self._direct_reads.read(list(read), list(read.values()))
-        for tier, num in Counter([*self.cache.origins(via_memory), *sources]).items():
+            sources = self._direct_reads.read(list(read), direct)
+        for tier, num in Counter([*self.cache.origins(memory_keys), *sources]).items():
             self.counts.add(specs.VLLM_LOADED_CHUNKS, num, tier)
         self.cache.costs.planned(len(keys), 0)  # loaded as it was decided
         self._note_declined(state)
-        state.used.update(dict.fromkeys(keys))
-        direct = [at for at, key in enumerate(keys) if key in read] if read else []
-        held = self.cache.hold(via_memory)
+        state.used_keys.update(dict.fromkeys(keys))
+        held = self.cache.hold(memory_keys)
         return BlockSlots(held.slots, direct, self._mover.take_reads(), held.guard)
 
     def end_load(self, keys: Collection[bytes], state: RequestState | None) -> None:
@@ -257,34 +238,30 @@ class TierManager:
         slots = dict(zip(room.keys, room.slots, strict=True))
         found: list[Reserved | None] = []
         for keys, state in asked:
-            new = [key for key in keys if key in slots]
-            found.append(Reserved(new, [slots.pop(key) for key in new], [], room.guard))
-            state.used.update(dict.fromkeys(keys))
+            new_keys = [key for key in keys if key in slots]
+            found.append(Reserved(new_keys, [slots.pop(key) for key in new_keys], [], room.guard))
+            state.used_keys.update(dict.fromkeys(keys))
         return found
 
     def _kept(self, keys: Collection[bytes], state: RequestState) -> list[bytes]:
         """Return those of a request's blocks that may be stored, and report them to the policy."""
-        kept = [key for key in keys if state.is_kept(key)]
+        keys = [key for key in keys if state.is_kept(key)]
         if self.cache.learns:
-            self._tell(kept, state)
-        return kept
+            self._tell(keys, state)
+        return keys
 
     def _reserve(self, keys: Collection[bytes], state: RequestState | None) -> Reserved | None:
         room = self.cache.reserve(keys)
         if room is not None and state is not None:
-            state.used.update(dict.fromkeys(keys))
+            state.used_keys.update(dict.fromkeys(keys))
         return room
-
-    def slots_of(self, room: Reserved) -> BlockSlots:
-        """Return the slots of new blocks, to copy to."""
-        return BlockSlots(room.slots, guard=room.guard)
 
     def _begin(self, state: RequestState) -> None:
         """Report the request to the policy, if this is the first time that its blocks matter."""
-        if self.cache.learns and state.last_reported is None:
+        if self.cache.learns and state.last_key is None:
             keys = [key for key in self._path(state.request) if state.is_kept(key)]
             self.cache.on_request(keys)
-            state.last_reported = keys[-1] if keys else b""
+            state.last_key = keys[-1] if keys else b""
             self._hint(state.request, at_end=False)
 
     def _hint(self, request: RequestBlocks, at_end: bool) -> None:
@@ -299,16 +276,15 @@ class TierManager:
     def _tell(self, keys: Sequence[bytes], state: RequestState) -> None:
         """Blocks are about to be stored: those of an answer come behind its prompt."""
         self._begin(state)
-        last = state.last_reported
-        if not last:
+        last_key = state.last_key
+        if not last_key:
             return
         end_of = state.request.ends.get
-        end_asked = end_of(last, 0)
-        ends = {key: end_of(key, 0) for key in keys}
-        new = sorted((key for key in keys if ends[key] > end_asked), key=ends.__getitem__)
-        if new:
-            self.cache.continues(new, last)
-            state.last_reported = new[-1]
+        ends, last_end = {key: end_of(key, 0) for key in keys}, end_of(last_key, 0)
+        new_keys = sorted((key for key in keys if ends[key] > last_end), key=ends.__getitem__)
+        if new_keys:
+            self.cache.continues(new_keys, last_key)
+            state.last_key = new_keys[-1]
 
     def end_store(
         self, keys: Collection[bytes], state: RequestState | None, success: bool = True
@@ -318,16 +294,14 @@ class TierManager:
             self.cache.abort(keys)
             return
         ends = {} if state is None else state.request.ends
-        in_order = sorted(keys, key=lambda key: ends.get(key, 0))
-        shared = [key for key in in_order if state is None or state.is_shared(key)]
-        own = [key for key in in_order if state is not None and not state.is_shared(key)]
-        for blocks in filter(None, (shared, own)):
-            depths = [self._depth(ends.get(key, 0)) for key in blocks]
-            self.cache.commit(blocks, depths, to_storage=blocks is shared)
-
-    def _depth(self, end: int) -> int:
-        """Place of the block that ends at a token, in its prompt."""
-        return depth(end, min(self._shape.block_sizes))
+        keys = sorted(keys, key=lambda key: ends.get(key, 0))
+        shared_keys = [key for key in keys if state is None or state.is_shared(key)]
+        own_keys = [key for key in keys if state is not None and not state.is_shared(key)]
+        block_size = min(self._shape.block_sizes)
+        for keys, to_storage in ((shared_keys, True), (own_keys, False)):
+            if keys:
+                depths = [depth(ends.get(key, 0), block_size) for key in keys]
+                self.cache.commit(keys, depths, to_storage=to_storage)
 
     def take_changes(self) -> list[Change]:
         """Return the blocks that entered and left tiers, if events are published."""

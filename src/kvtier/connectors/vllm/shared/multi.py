@@ -29,11 +29,3 @@ class RecomputingMulti(MultiConnector):
         inside = self._ktc_kv_transfer_config
         if any(config.kv_load_failure_policy == "recompute" for config in inside):
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
-
-
-def over_multi(
-    theirs: type[MultiConnector], ours: type[RecomputingMulti] = RecomputingMulti
-) -> type[MultiConnector]:
-    """Return ``ours``, derived from the MultiConnector in vLLM's table."""
-    bases = (ours,) if theirs is MultiConnector else (ours, theirs)
-    return type("MultiConnector", bases, {})

@@ -1,33 +1,22 @@
-"""Names of vLLM's blocks outside the process, and the source of their weights."""
+"""Names of vLLM's blocks outside the process: facts that must agree before two may share a block.
+
+vLLM's keys name a prompt's tokens, its adapter, images and salt, and the KV group. The namespace
+names everything else that decides on the bytes of a block. If any of it differs, look-ups miss;
+KV is never wrong. For the weights, that is a digest of all their bytes; weights.py finds them.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+from blake3 import blake3
 
 from kvtier.connectors.common.names import BlockNames as SharedNames
 from kvtier.connectors.common.weights import Source
 from kvtier.connectors.vllm.shared.engine_facts import EngineFacts
-from kvtier.connectors.vllm.shared.identity import namespace
-
-FROM_FILES = frozenset(
-    {
-        "auto",
-        "bitsandbytes",
-        "fastsafetensors",
-        "gguf",
-        "hf",
-        "instanttensor",
-        "mistral",
-        "npcache",
-        "pt",
-        "runai_streamer",
-        "safetensors",
-        "sharded_state",
-    }
-)
-"""Load formats of vLLM's that read the model's own files, and nothing else."""
+from kvtier.core.keys import Namespace
 
 
 class VllmNames(SharedNames):
@@ -74,15 +63,73 @@ class VllmNames(SharedNames):
         super().disown(reason or "its cache was reset, as it is when weights are replaced")
 
 
-def vllm_source(
-    model: str, revision: str = "", download_dir: str = "", load_format: str = "auto"
-) -> Source:
-    """Return the source from which vLLM loads a model."""
-    return Source(
-        model,
-        revision,
-        download_dir,
-        load_format,
-        is_in_files=load_format in FROM_FILES,
-        has_other_hub=os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"),
+def namespace(
+    facts: EngineFacts,
+    bytes_per_block: int,
+    engine: str,
+    weights: str,
+    traits: str = "",
+    salt: str = "",
+) -> Namespace:
+    """Return the namespace of an engine's blocks.
+
+    Args:
+        facts: the engine's facts.
+        bytes_per_block: on all ranks that keep a block together.
+        engine: name and version of the software that computes the KV.
+        weights: digest of the model's files, which replaces the model's name.
+        traits: other facts that decide on how the model is computed.
+        salt: text that separates tenants, or engines that differ in ways kvtier does not see.
+    """
+    return Namespace(
+        model=weights,
+        revision=f"{engine} {traits}",
+        dtype=facts.dtype,
+        layout=_layout(facts, bytes_per_block),
+        block_size=facts.tokens_per_hash,
+        salt=salt,
     )
+
+
+def _layout(facts: EngineFacts, bytes_per_block: int) -> str:
+    """Return a digest of the arrangement of a block's bytes, for the namespace.
+
+    If stores are shared by engines of any size, it does not depend on the ranks: shards and folders
+    have names of their own.
+    """
+    if not facts.any_size:
+        return rank_layout(facts, bytes_per_block)
+    return _digest(
+        {
+            "blocks_per_chunk": facts.pages_per_block,
+            "kv_cache_layout": facts.kv_cache_layout,
+            "canonical": facts.is_canonical,
+            "groups": [group.tokens_per_page for group in facts.groups],
+            "ranks": "any",
+        }
+    )
+
+
+def rank_layout(facts: EngineFacts, bytes_per_block: int) -> str:
+    """Return a digest of how a block's bytes are arranged over ranks, groups and layers.
+
+    Slabs are found by what the facts are called here, vLLM's words or not.
+    """
+    named = {
+        "row_bytes": bytes_per_block,
+        "bytes_per_block": facts.bytes_per_page,
+        "blocks_per_chunk": facts.pages_per_block,
+        "kv_cache_layout": facts.kv_cache_layout,
+        "replicated": facts.is_replicated,
+        "canonical": facts.is_canonical,
+        "ranks": [facts.num_ranks, facts.tp_size, facts.pp_size, facts.pcp_size, facts.dcp_size],
+        "groups": [
+            [group.group_id, group.tokens_per_page, list(group.layer_names)]
+            for group in facts.groups
+        ],
+    }
+    return _digest(named)
+
+
+def _digest(named: Mapping[str, object]) -> str:
+    return blake3(json.dumps(named, sort_keys=True).encode()).hexdigest()

@@ -152,23 +152,23 @@ class Promotion:
             return Advice.COMPUTE
         now_s = self._clock()
         patience.since_s = patience.since_s or now_s
-        stored = state.to_promote()
-        promoted = {key for key, way in state.ways.items() if way is Way.PROMOTED}
+        stored_keys = state.to_promote()
+        promoted_keys = {key for key, way in state.ways.items() if way is Way.PROMOTED}
         ends = state.ends()
         found = self._found(state, ends, first, num_tokens, is_pending=True)
         decision = decide(
             found,
             Waited(
                 patience.since_s,
-                has_failed=not promoted.isdisjoint(stored),
-                is_weighed=state.is_ready(ends) or (bool(promoted) and not stored),
+                has_failed=not promoted_keys.isdisjoint(stored_keys),
+                is_weighed=state.is_ready(ends) or (bool(promoted_keys) and not stored_keys),
             ),
             self._cache.cost_snapshot,
             now_s,
             always_loads=self._always_loads,
         )
         if isinstance(decision, WaitUntil):
-            return self._wait_for(state, found, decision, ends, stored)
+            return self._wait_for(state, found, decision, ends, stored_keys)
         if decision.given_up is GivenUp.OVERDUE:
             self._counts.add(VLLM_IMPATIENT_REQUESTS, 1)
         end = decision.end if isinstance(decision, LoadUpTo) else first
@@ -183,7 +183,7 @@ class Promotion:
         found: FoundBlocks,
         wait: WaitUntil,
         ends: Mapping[bytes, int],
-        stored: Sequence[bytes],
+        stored_keys: Sequence[bytes],
     ) -> Advice:
         """Promote what has to come from storage.
 
@@ -191,19 +191,19 @@ class Promotion:
         to have.
         """
         limit = wait.end
-        wanted = [key for key in stored if ends[key] <= limit]
-        if wanted:
-            beside = [key for key, at in state.lookup.met.items() if at is BlockState.MEMORY]
-            num = self._cache.promote(wanted, beside)
-            state.ways.update(dict.fromkeys(wanted[:num], Way.PROMOTED))
-            for key in wanted[num:]:
+        keys = [key for key in stored_keys if ends[key] <= limit]
+        if keys:
+            ready_keys = [key for key, at in state.lookup.met.items() if at is BlockState.MEMORY]
+            num = self._cache.promote(keys, ready_keys)
+            state.ways.update(dict.fromkeys(keys[:num], Way.PROMOTED))
+            for key in keys[num:]:
                 if not self._reads_directly(key, state, lacks_room=True):
                     limit = end_without_room(found, ends[key])
                     break
                 state.ways[key] = Way.DIRECT
         if limit < found.reachable[-1]:
             return self._look_up_to(state, ends, limit)
-        if any(state.ways.get(key) is Way.DIRECT for key in wanted):
+        if any(state.ways.get(key) is Way.DIRECT for key in keys):
             return Advice.LOOK_AGAIN
         self._wait(state, wait.until_s)
         return Advice.WAIT
@@ -215,12 +215,12 @@ class Promotion:
 
     def _decline(self, state: RequestState, ends: Mapping[bytes, int], limit: int) -> int:
         """Count the blocks that end beyond ``limit``, and probe the storage that has them."""
-        declined = [key for key, end in ends.items() if end > limit]
-        self._counts.add(VLLM_RECOMPUTED_CHUNKS, len(declined))
-        stored = [key for key in declined if state.lookup.met[key] is BlockState.STORAGE]
-        if stored:
-            self._cache.probe(stored)
-        return len(declined)
+        keys = [key for key, end in ends.items() if end > limit]
+        self._counts.add(VLLM_RECOMPUTED_CHUNKS, len(keys))
+        stored_keys = [key for key in keys if state.lookup.met[key] is BlockState.STORAGE]
+        if stored_keys:
+            self._cache.probe(stored_keys)
+        return len(keys)
 
     def _wait(self, state: RequestState, until_s: float) -> None:
         """Note what a request waits for.
@@ -228,19 +228,19 @@ class Promotion:
         A request whose blocks are all in memory waits for the end of another request's load. One
         without a look-up waits for its own copies in flight; vLLM then retries it.
         """
-        coming, unknown = [], None
+        coming_keys, unknown_key = [], None
         lookup = state.lookup
         for key, at in lookup.met.items():
             if at is BlockState.UNKNOWN:
-                unknown = key if unknown is None else unknown
+                unknown_key = key if unknown_key is None else unknown_key
             elif at in COMING and state.ways.get(key) is not Way.DIRECT:
-                coming.append(key)
-        answers: list[Awaited] = [] if unknown is None else list(lookup.answers)
-        if unknown is not None and not self._knows_storage():
-            answers.append(DiskAnswer(self._cache, unknown))
+                coming_keys.append(key)
+        answers: list[Awaited] = [] if unknown_key is None else list(lookup.answers)
+        if unknown_key is not None and not self._knows_storage():
+            answers.append(DiskAnswer(self._cache, unknown_key))
         reads: list[Awaited] = []
-        if coming:
-            reads.append(self._cache.wait_for_reads(coming))
+        if coming_keys:
+            reads.append(self._cache.wait_for_reads(coming_keys))
         elif not answers and lookup.met:
             reads.append(self._next_load)
         state.begin_wait(Wait(until_s, reads, answers))

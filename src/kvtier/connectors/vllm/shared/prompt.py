@@ -70,7 +70,7 @@ class RequestBlocks:
     """
 
     request_id: str
-    ends: Mapping[bytes, int] = field(default_factory=dict)
+    ends: dict[bytes, int] = field(default_factory=dict)
     params: Mapping[str, Any] | None = None
     envelope: object = None
 

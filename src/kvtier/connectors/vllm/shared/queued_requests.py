@@ -59,5 +59,5 @@ class QueuedRequests:
 
     def _keys(self, request: Request) -> list[bytes]:
         every = self._hashes_per_block
-        hashes = request.block_hashes[every - 1 : every * MOST_BLOCKS : every]
-        return [group_key(hash_value, self._group) for hash_value in hashes]
+        block_hashes = request.block_hashes[every - 1 : every * MOST_BLOCKS : every]
+        return [group_key(block_hash, self._group) for block_hash in block_hashes]

@@ -118,25 +118,30 @@ def offloading_class(theirs: type) -> type:
     """
     if contract.VLLM.differences():
         return theirs
-    from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector, over
+    from kvtier.connectors.vllm.offloading.connector import KvtierOffloadingConnector as Ours
 
-    is_ours = issubclass(theirs, KvtierOffloadingConnector)
-    found: type = theirs if is_ours else over(theirs)
-    return found
+    if issubclass(theirs, Ours):
+        return theirs
+    if issubclass(Ours, theirs):
+        return Ours
+    return type(CONNECTOR_NAME, (Ours, theirs), {"theirs": theirs})
 
 
 @cache
 def multi_class(theirs: type) -> type:
     """Return vLLM's MultiConnector with the failure policy that kvtier inside it needs."""
+    ours: type
     if not contract.VLLM.differences():
-        from kvtier.connectors.vllm.offloading.multi import over_offloading
+        from kvtier.connectors.vllm.offloading.multi import KvtierMultiConnector
 
-        return over_offloading(theirs)
-    if not kv_connector.VLLM.differences():
-        from kvtier.connectors.vllm.shared.multi import over_multi
+        ours = KvtierMultiConnector
+    elif not kv_connector.VLLM.differences():
+        from kvtier.connectors.vllm.shared.multi import RecomputingMulti
 
-        return over_multi(theirs)
-    return theirs
+        ours = RecomputingMulti
+    else:
+        return theirs
+    return type(MULTI_NAME, (ours,) if issubclass(ours, theirs) else (ours, theirs), {})
 
 
 def broken_class(error: ImportError) -> type:

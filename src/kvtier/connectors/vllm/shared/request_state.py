@@ -171,9 +171,9 @@ class RequestState:
     """The token behind which nothing is loaded; None for no limit."""
     load: RequestLoad | None = None
     """The load in the phase ``LOADING``."""
-    used: dict[bytes, None] = field(default_factory=dict)
+    used_keys: dict[bytes, None] = field(default_factory=dict)
     """Blocks that were loaded or stored for it."""
-    last_reported: bytes | None = None
+    last_key: bytes | None = None
     """The last block that the eviction policy knows of; None before it knows of any."""
 
     # -- phases ------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class RequestState:
             self._enter(Phase.LOOKING_UP)
         self.patience.wait = self.limit = self.load = None
         self.ways.clear()
-        self.used.clear()
+        self.used_keys.clear()
 
     def finish(self) -> None:
         """Note its end. Its load may end later."""
@@ -270,8 +270,8 @@ class RequestState:
 
     def to_promote(self) -> list[bytes]:
         """Return the blocks of the last look-up that have to come from storage to memory."""
-        stored = (key for key, at in self.lookup.met.items() if at is BlockState.STORAGE)
-        return [key for key in stored if self.ways.get(key) is not Way.DIRECT]
+        met, stored = self.lookup.met.items(), BlockState.STORAGE
+        return [key for key, at in met if at is stored and self.ways.get(key) is not Way.DIRECT]
 
     # -- its blocks --------------------------------------------------------------------------------
 
@@ -293,8 +293,8 @@ class RequestState:
 
     def in_prompt_order(self) -> list[bytes]:
         """Return all blocks of the request, including blocks that the device had itself."""
-        blocks = self.request.in_order()
-        return blocks if self.used.keys() <= set(blocks) else list(self.used)
+        keys = self.request.in_order()
+        return keys if self.used_keys.keys() <= set(keys) else list(self.used_keys)
 
 
 class Advice(Enum):

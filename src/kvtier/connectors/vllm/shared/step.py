@@ -1,11 +1,19 @@
-"""Work of one engine step, as vLLM's scheduler reports it to connectors."""
+"""Work of one step of vLLM's scheduler: prompts that it computes, and requests that may store.
+
+vLLM's half of the offloading connector looks at every running request in every step: milliseconds
+at hundreds of them. A request that generates has something new only when a page is full, and then
+it is given the next one.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from copy import copy
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
@@ -27,3 +35,75 @@ def prefill_pieces(output: SchedulerOutput) -> list[tuple[int, int]]:
     cached = output.scheduled_cached_reqs
     before = dict((*new, *zip(cached.req_ids, cached.num_computed_tokens, strict=True)))
     return [(before[name], output.num_scheduled_tokens[name]) for name in prompts]
+
+
+class DueRequests:
+    """Finds the requests of each step that may have something to store.
+
+    These are new and resumed requests, prompts that are computed, and requests that were given
+    pages. A block of an answer is stored when its request needs the next page, or has finished.
+
+    num_steps_early: vLLM allocates a page at most this many steps before the page in front of it is
+    full: for speculative tokens, and for batches in flight.
+    """
+
+    def __init__(self, num_steps_early: int = 0) -> None:
+        self._grown: deque[Collection[str]] = deque([()] * num_steps_early)
+        """Requests that were given pages in each of the last steps."""
+
+    @classmethod
+    def for_config(cls, config: VllmConfig) -> DueRequests:
+        guessed = getattr(config, "num_speculative_tokens", 0) or 0
+        # Before 0.30 only vLLM's scheduler knows: as many as are guessed, or one more.
+        ahead = getattr(config, "num_lookahead_tokens", guessed + bool(guessed))
+        # Before 0.20 only vLLM's executor knows.
+        num_batches = getattr(config, "max_concurrent_batches", 0)
+        num_batches = num_batches or config.parallel_config.pipeline_parallel_size
+        return cls(guessed + ahead + max(0, num_batches - 2))
+
+    def find(self, output: SchedulerOutput) -> set[str]:
+        """Return the requests of a step that may have something to store. Call it once a step."""
+        cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
+        grown: Collection[str] = ()
+        if any(cached.new_block_ids):
+            named = zip(cached.req_ids, cached.new_block_ids, strict=True)
+            grown = [name for name, pages in named if pages]
+        if self._grown:
+            self._grown.append(grown)
+            grown = {*grown, *self._grown.popleft()}
+        prompts = computed_prompts(output)
+        if not (grown or prompts or new or cached.resumed_req_ids):
+            return set()
+        return {*grown, *prompts, *cached.resumed_req_ids, *(each.req_id for each in new)}
+
+    def reduce(self, output: SchedulerOutput, is_due: bool) -> SchedulerOutput | None:
+        """Return ``output`` without the requests that have nothing new.
+
+        None for nothing at all, unless ``is_due``.
+        """
+        due = self.find(output)
+        if not (due or is_due or _has_more(output)):
+            return None
+        if len(due) >= len(output.num_scheduled_tokens):
+            return output
+        reduced: Any = copy(output)
+        num_tokens = output.num_scheduled_tokens
+        reduced.num_scheduled_tokens = {
+            name: num_tokens[name] for name in num_tokens if name in due
+        }
+        cached = output.scheduled_cached_reqs
+        at = [place for place, name in enumerate(cached.req_ids) if name in due]
+        reduced.scheduled_cached_reqs = copy(cached)
+        reduced.scheduled_cached_reqs.req_ids = [cached.req_ids[each] for each in at]
+        reduced.scheduled_cached_reqs.new_block_ids = [cached.new_block_ids[each] for each in at]
+        return reduced
+
+
+def _has_more(output: SchedulerOutput) -> bool:
+    """Whether vLLM's half has to hear of something else than requests that run."""
+    if output.finished_req_ids or output.preempted_req_ids:
+        return True
+    if getattr(output, "kv_cache_block_copies", None):
+        return True
+    state = getattr(output, "kv_connector_block_state", None)
+    return state is not None and bool(state.boundary_state_offloads)

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.connectors.common.weights import Source
 from kvtier.connectors.vllm.shared.engine_code import engine_code
-from kvtier.connectors.vllm.shared.names import VllmNames, vllm_source
+from kvtier.connectors.vllm.shared.names import VllmNames
 from kvtier.identity import UnknownCodeError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
+FROM_FILES = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "safetensors",
+        "sharded_state",
+    }
+)
+"""Load formats of vLLM's that read the model's own files, and nothing else."""
 MODEL_TRAITS = (
     "disable_sliding_window",
     "dtype",
@@ -76,6 +94,20 @@ def sources(config: VllmConfig) -> list[Source]:
         for model in _models(config)
     ]
     return [*found, *(source for model in _models(config) for source in _code_elsewhere(model))]
+
+
+def vllm_source(
+    model: str, revision: str = "", download_dir: str = "", load_format: str = "auto"
+) -> Source:
+    """Return the source from which vLLM loads a model."""
+    return Source(
+        model,
+        revision,
+        download_dir,
+        load_format,
+        is_in_files=load_format in FROM_FILES,
+        has_other_hub=os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"),
+    )
 
 
 def _code_elsewhere(model: ModelConfig) -> list[Source]:

@@ -43,8 +43,9 @@ from kvtier.connectors.vllm.shared.counts import (
     Counts,
     take_values,
 )
-from kvtier.connectors.vllm.shared.names import VllmNames, vllm_source
+from kvtier.connectors.vllm.shared.names import VllmNames
 from kvtier.connectors.vllm.shared.prompt import depth
+from kvtier.connectors.vllm.shared.weights import vllm_source
 from kvtier.connectors.vllm.standalone.settings import TierSettings
 from kvtier.connectors.vllm.standalone.unsupported import current_engine, refuse
 from kvtier.core.types import DISK
