@@ -38,7 +38,7 @@ from benchmarks.report.output import report
 from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs import BlockCoder
 from kvtier.tiers.codecs.encryption import Keyring
-from kvtier.tiers.codecs.frame import MOST_OVERHEAD
+from kvtier.tiers.codecs.frame import MAX_OVERHEAD
 from kvtier.tiers.codecs.lossless import Lossless
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Outcome
@@ -131,7 +131,7 @@ def codec_ways(block: Uint8s) -> dict[str, Way]:
     }
 
     def of_coder(coder: BlockCoder) -> Way:
-        frame = np.empty(len(block) + MOST_OVERHEAD, np.uint8)
+        frame = np.empty(len(block) + MAX_OVERHEAD, np.uint8)
 
         def encode() -> int:
             head = coder.encode(KEY, place, frame)

@@ -44,7 +44,7 @@ MAX_DELAY_S = 0.004
 """Longest time from the beginning of a load to the stop."""
 PROMPT_S = 0.05
 """Time between prompts."""
-MOST_PROMPTS, MOST_S = 20, 2.0
+MAX_PROMPTS, MAX_S = 20, 2.0
 """Target: all prompts are loaded in full again after so many prompts or seconds."""
 
 
@@ -66,7 +66,7 @@ class DisturbedRow:
 
     @property
     def is_back(self) -> bool:
-        return self.num_prompts <= MOST_PROMPTS or self.seconds <= MOST_S
+        return self.num_prompts <= MAX_PROMPTS or self.seconds <= MAX_S
 
 
 def _prompts() -> list[list[int]]:
@@ -230,7 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
             "tier": row.tier,
             "value": row.num_prompts,
             "seconds": round(row.seconds, 2),
-            "target": MOST_PROMPTS,
+            "target": MAX_PROMPTS,
             "met": row.is_back,
         }
         for row in rows

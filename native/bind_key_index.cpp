@@ -32,7 +32,7 @@ using trie::State;
 namespace {
 
 // Stands for a block that is not known: kvtier.core.types.NO_BLOCK.
-constexpr BlockId kNoBlock = bound::kMostNumber;
+constexpr BlockId kNoBlock = bound::kMaxNumber;
 
 // Keys as they are given: one after the other in an array of items without a type, or any iterable
 // of bytes. All that may run Python, and call us again, is over when this is made.
@@ -111,7 +111,7 @@ class KeyIndex : public bound::Blocks<keys::KeyIndex> {
     read_blocks(blocks);
     return checked([&] {
       return numbers_of(blocks_,
-                        [&](BlockId block) { return index_.hash(block) & bound::kMostNumber; });
+                        [&](BlockId block) { return index_.hash(block) & bound::kMaxNumber; });
     });
   }
   // The blocks in slots of a column. O(all blocks).
@@ -154,7 +154,7 @@ class KeyIndex : public bound::Blocks<keys::KeyIndex> {
     checked([&] { index_.write_new(keys_, at, slots_, blocks_); });
     nb::object hashes = checked([&] {
       return numbers_of(keys_,
-                        [&](trie::Label key) { return index_.hash(key) & bound::kMostNumber; });
+                        [&](trie::Label key) { return index_.hash(key) & bound::kMaxNumber; });
     });
     return nb::make_tuple(numbers_of(blocks_), hashes);
   }
@@ -168,7 +168,7 @@ class KeyIndex : public bound::Blocks<keys::KeyIndex> {
   }
   void retain(nb::handle keys, nb::handle said, double now) {
     bound::to_time(now);
-    const policy::Said it = bound::to_said(said);
+    const policy::BlockHint it = bound::to_said(said);
     const GivenKeys given(keys);
     given.read(keys_);
     index_.leave_each_once(keys_);
@@ -299,7 +299,7 @@ void bind_key_index(nb::module_& module) {
       .def("write_new", &KeyIndex::write_new, nb::arg("keys"), nb::arg("tier"), nb::arg("slots"),
            nb::lock_self())
       .def("asked", &KeyIndex::asked, nb::arg("keys"), nb::arg("now"), nb::lock_self())
-      .def("retain", &KeyIndex::retain, nb::arg("keys"), nb::arg("said"), nb::arg("now"),
+      .def("retain", &KeyIndex::retain, nb::arg("keys"), nb::arg("block_hint"), nb::arg("now"),
            nb::lock_self())
       .def("continues", &KeyIndex::continues, nb::arg("keys"), nb::arg("before"), nb::lock_self())
       .def("admit", &KeyIndex::admit, nb::arg("keys"), nb::arg("tier"), nb::arg("num_free"),

@@ -18,7 +18,7 @@ Numbers counted(nb::handle first, nb::handle end) {
   const std::uint64_t stop = Packable<std::uint64_t>::take(end.ptr());
   if (stop < begin)
     fail(PyExc_ValueError, "the end %R is before the first %R", end.ptr(), first.ptr());
-  if (stop - begin > kMostNumber / sizeof(std::uint64_t)) throw std::bad_alloc();
+  if (stop - begin > kMaxNumber / sizeof(std::uint64_t)) throw std::bad_alloc();
   Numbers made(stop - begin);
   for (std::uint64_t i = begin; i < stop; ++i) made.data()[i - begin] = i;
   return made;

@@ -100,7 +100,7 @@ class LivePolicy {
   }
   void retain(nb::handle keys, nb::handle said, double now_s) {
     read(keys);
-    const policy::Said it = bound::to_said(said);
+    const policy::BlockHint it = bound::to_said(said);
     now_ = std::max(now_, checked_time(now_s));
     guarded([&] {
       names_.follow(path_, found_);
@@ -200,9 +200,9 @@ void bind_policy(nb::module_& module) {
            nb::arg("seed") = 7, nb::arg("doubles_at_blocks") = 0.0)
       .def("asked", &LivePolicy::asked, nb::arg("keys").none(), nb::arg("now_s"), nb::lock_self(),
            nb::sig("def asked(self, keys: NDArray[uint64], now_s: float) -> int"))
-      .def("retain", &LivePolicy::retain, nb::arg("keys").none(), nb::arg("said").none(),
+      .def("retain", &LivePolicy::retain, nb::arg("keys").none(), nb::arg("block_hint").none(),
            nb::arg("now_s"), nb::lock_self(),
-           nb::sig("def retain(self, keys: NDArray[uint64], said: Said, now_s: float) -> None"))
+           nb::sig("def retain(self, keys: NDArray[uint64], block_hint: BlockHint, now_s: float) -> None"))
       .def("admits", &LivePolicy::admits, nb::arg("keys").none(), nb::arg("kept").none(),
            nb::lock_self(),
            nb::sig("def admits(self, keys: NDArray[uint64], kept: NDArray[uint64]) -> int"))

@@ -13,7 +13,7 @@ namespace kvtier {
 namespace {
 
 constexpr std::uint64_t kScaleBytes = 2;
-constexpr std::uint64_t kMostElements = std::uint64_t{1} << 40;
+constexpr std::uint64_t kMaxElements = std::uint64_t{1} << 40;
 
 void check_memory(const char* name, std::uint64_t address, std::uint64_t num_bytes) {
   if (!lies_in_memory(address, num_bytes))
@@ -41,8 +41,8 @@ quantize::Shape checked_shape(std::uint64_t address, std::uint64_t num_tokens,
   if (!its_type) fail(PyExc_ValueError, "type must be float32, float16 or bfloat16");
   const std::optional<quantize::Code> its_code = code_named(code.c_str());
   if (!its_code) fail(PyExc_ValueError, "code must be fp8 or int8");
-  if (num_tokens > kMostElements || num_channels > kMostElements ||
-      (num_channels > 0 && num_tokens > kMostElements / num_channels))
+  if (num_tokens > kMaxElements || num_channels > kMaxElements ||
+      (num_channels > 0 && num_tokens > kMaxElements / num_channels))
     fail(PyExc_ValueError, "%llu tokens of %llu channels are too many",
          static_cast<unsigned long long>(num_tokens),
          static_cast<unsigned long long>(num_channels));

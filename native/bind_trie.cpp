@@ -27,7 +27,7 @@ void bind_trie(nb::module_& module) {
            nb::lock_self())
       .def("asked", &BlockTrie::asked, nb::arg("namespace"), nb::arg("labels"), nb::arg("now"),
            nb::lock_self())
-      .def("retain", &BlockTrie::retain, nb::arg("namespace"), nb::arg("labels"), nb::arg("said"),
+      .def("retain", &BlockTrie::retain, nb::arg("namespace"), nb::arg("labels"), nb::arg("block_hint"),
            nb::arg("now"), nb::lock_self())
       .def("admit", &BlockTrie::admit, nb::arg("blocks"), nb::arg("tier"), nb::arg("num_free"),
            nb::arg("least_chance"), nb::lock_self())

@@ -121,7 +121,7 @@ class SlotLeases {
   }
 
  private:
-  static constexpr std::size_t kMostKeys = std::size_t{1} << 16;  // MOST_KEYS
+  static constexpr std::size_t kMaxKeys = std::size_t{1} << 16;  // MAX_KEYS
 
   static const nb::tuple& checked_size(const nb::tuple& arrays) {
     if (arrays.size() != 7) fail(PyExc_ValueError, "7 arrays and sizes, not %zu", arrays.size());
@@ -142,7 +142,7 @@ class SlotLeases {
   nb::object look_up(const node::LookupRequest& asked, std::size_t key_bytes, bool is_alone,
                      double now) {
     const std::size_t num = key_bytes == 0 ? 0 : asked.keys.size() / key_bytes;
-    if (num == 0 || num > kMostKeys || asked.keys.size() != num * key_bytes) return nb::none();
+    if (num == 0 || num > kMaxKeys || asked.keys.size() != num * key_bytes) return nb::none();
     keys_.resize(num);
     for (std::size_t i = 0; i < num; ++i) keys_[i] = {asked.keys.data() + i * key_bytes, key_bytes};
     checked([&] { leases_.lease_ready(keys_, now, !is_alone, states_, slots_); });

@@ -133,7 +133,7 @@ class BlockTrie : public Blocks<trie::BlockTrie> {
   }
   void retain(nb::handle space, nb::handle labels, nb::handle said, double now) {
     to_time(now);
-    const policy::Said it = to_said(said);
+    const policy::BlockHint it = to_said(said);
     labels_.read(labels, [&](trie::Labels& path) {
       index_.retain(to_name(space.ptr(), "a namespace"), path, it, now);
     });

@@ -78,8 +78,8 @@ inline double to_time(double now) {
   return now;
 }
 
-// kvtier.core.hints.Said.
-inline policy::Said to_said(nb::handle said) {
+// kvtier.core.hints.BlockHint.
+inline policy::BlockHint to_said(nb::handle said) {
   int word = 0, level = 0;
   long long first = 0, end = 0;
   double until = 0.0;
@@ -94,7 +94,7 @@ inline policy::Said to_said(nb::handle said) {
   if (first < 0 || first > end || end > std::numeric_limits<std::uint32_t>::max())
     fail(PyExc_ValueError, "%lld .. %lld are no places of a prompt", first, end);
   to_time(until);
-  return {static_cast<policy::Word>(word), static_cast<policy::Level>(level),
+  return {static_cast<policy::HintKind>(word), static_cast<policy::Level>(level),
           static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(end), until};
 }
 

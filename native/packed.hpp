@@ -20,7 +20,7 @@
 namespace kvtier::bound {
 
 // The largest one: blocks and slots are below, and numpy reads them with a sign.
-inline constexpr std::uint64_t kMostNumber = ~std::uint64_t{0} >> 1;
+inline constexpr std::uint64_t kMaxNumber = ~std::uint64_t{0} >> 1;
 
 // How an item looks from Python. format: as struct and numpy call it.
 template <typename Item>
@@ -35,7 +35,7 @@ struct Packable<std::uint64_t> {
     const unsigned long long value = PyLong_AsUnsignedLongLong(item);
     const bool failed = value == static_cast<unsigned long long>(-1) && PyErr_Occurred();
     if (failed && !PyErr_ExceptionMatches(PyExc_OverflowError)) throw nb::python_error();
-    if (failed || value > kMostNumber) {
+    if (failed || value > kMaxNumber) {
       PyErr_Clear();
       fail(PyExc_ValueError, "%R is not in 0 .. 2**63 - 1", item);
     }
@@ -124,7 +124,7 @@ Packed<Item> packed_from(nb::handle from) {
     if (read_array(from, read)) {
       Packed<Item> made(read.size());
       for (std::size_t i = 0; i < read.size(); ++i) {
-        if (read[i] > kMostNumber)
+        if (read[i] > kMaxNumber)
           fail(PyExc_ValueError, "%lld is not in 0 .. 2**63 - 1", static_cast<long long>(read[i]));
         made.data()[i] = read[i];
       }

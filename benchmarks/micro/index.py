@@ -37,7 +37,7 @@ TARGETS = {
     "I3": ("evict", 4.0),
     "I4": ("miss", 4.0),
 }
-MOST_BYTES = 200
+MAX_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def targets(rows: list[Row], facts: dict[str, dict[str, object]]) -> list[dict[s
             found.append(judged(name, times, target, at_least=True, digits=2))
     if OURS in facts:
         num_bytes = exactly(float(facts[OURS]["bytes_per_block"]))  # type: ignore[arg-type]
-        found.append(judged("I5", num_bytes, MOST_BYTES, at_least=False, digits=1))
+        found.append(judged("I5", num_bytes, MAX_BYTES, at_least=False, digits=1))
     return found
 
 

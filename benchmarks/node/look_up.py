@@ -31,7 +31,7 @@ from kvtier.node.server.partition import Partition
 from kvtier.node.server.partition_key import PartitionKey
 from kvtier.node.server.users import SlotUser
 from kvtier.node.wire import protocol
-from kvtier.tiers import DistantRoom
+from kvtier.tiers import DistantAllocator
 from kvtier.tools.report.stats import median_with_interval
 
 NUM_CLIENTS = 4
@@ -57,7 +57,7 @@ class Requests(NamedTuple):
 
 def cache_in_process(num_blocks: int) -> LocalBlockCache:
     """Return a cache of this process with room for ``num_blocks`` blocks, and no storage."""
-    host = DistantRoom(num_blocks)
+    host = DistantAllocator(num_blocks)
     host.open(num_blocks)
     index = make_key_index({HOST: RUNS}, lambda: NAMESPACE)
     mover = RankMover({}, BLOCK_BYTES, 1, 1)

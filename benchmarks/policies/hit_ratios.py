@@ -54,7 +54,7 @@ WANTED = {
 }
 """Hits in % of blocks, by capacity as a share of the trace's unique blocks."""
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1)
-MOST_BELOW_LRU = 0.3
+MAX_BELOW_LRU = 0.3
 LEAST_REFS_PER_S = 1_000_000
 
 
@@ -145,7 +145,7 @@ def targets(rows: list[Row], through: str = REPLAY) -> list[dict[str, object]]:
     if below:
         worst = exactly(max(below))
         judgements.append(
-            judged("P", worst, MOST_BELOW_LRU, at_least=False, digits=2, column="below LRU, points")
+            judged("P", worst, MAX_BELOW_LRU, at_least=False, digits=2, column="below LRU, points")
         )
     if ours and through == REPLAY:
         slowest = exactly(min(row.refs_per_s for row in ours))

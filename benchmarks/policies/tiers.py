@@ -12,7 +12,7 @@ from kvtier.cache.local import LocalBlockCache
 from kvtier.cache.transfer import FindJob, Job, Move, Mover
 from kvtier.core.types import DISK, HOST, BlockKey
 from kvtier.index import make_key_index
-from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
+from kvtier.tiers import DistantAllocator, Quota, SlotAllocator, StorageFacts
 
 BLOCK_BYTES = 1 << 20
 KEY_BYTES = 8
@@ -50,9 +50,9 @@ class TierReplay:
         """Always 0: the history is not counted here."""
         self._now = 0.0
         self._num_stored = 0
-        host = DistantRoom(capacity_blocks)
+        host = DistantAllocator(capacity_blocks)
         host.open(capacity_blocks)
-        rooms: dict[str, Room] = {HOST: host}
+        rooms: dict[str, SlotAllocator] = {HOST: host}
         if disk_blocks:
             rooms[DISK] = Quota(lambda: disk_blocks)
         self._mover = _AtOnce([tier for tier in rooms if tier != HOST])

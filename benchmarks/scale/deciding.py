@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.report.targets import judged
-from benchmarks.scale.keyed import PROMPT_BLOCKS, World, steps
+from benchmarks.scale.keyed import PROMPT_BLOCKS, Harness, steps
 from benchmarks.scale.part import Part, Row, exponent_in_turn, timed, timed_in_turn
 from kvtier.tiers.memory.slots import SlotPool
 from kvtier.tools.report.stats import exactly
@@ -20,10 +20,10 @@ from kvtier.tools.report.stats import exactly
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
 QUICK_SIZES = (10_000, 100_000)
 CALLS = 30
-MOST_EXPONENT = 0.1
-MOST_WAITING_S = 2e-3
-MOST_SLOT_S = 5e-6
-MOST_BYTES = 100
+MAX_EXPONENT = 0.1
+MAX_WAITING_S = 2e-3
+MAX_SLOT_S = 5e-6
+MAX_BYTES = 100
 OURS = "kvtier"
 ROOT = Path(__file__).parents[2]
 VLLM = ROOT / ".peers" / "vllm" / "bin" / "python"
@@ -32,17 +32,17 @@ VLLM = ROOT / ".peers" / "vllm" / "bin" / "python"
 def measure(quick: bool) -> Part:
     sizes = QUICK_SIZES if quick else SIZES
     rows = _in_turn("take a slot, and give it back", {num: _slots(num) for num in sizes}, 10)
-    worlds = {num: World(num) for num in sizes}
+    harnesss = {num: Harness(num) for num in sizes}
     gc.collect()
-    all_steps = {num: steps(world) for num, world in worlds.items()}
+    all_steps = {num: steps(harness) for num, harness in harnesss.items()}
     for name in all_steps[sizes[0]]:
         rows += _in_turn(name, {num: each[name] for num, each in all_steps.items()})
-    rows += _held(worlds)
-    bytes_per_block = _memory(worlds[sizes[-1]]) / sizes[-1]
-    del worlds, all_steps
+    rows += _held(harnesss)
+    bytes_per_block = _memory(harnesss[sizes[-1]]) / sizes[-1]
+    del harnesss, all_steps
     rows += (others := _under_vllm(sizes))
     targets = [*_growth(rows), _slot_target(rows), _waiting_target(others)]
-    targets.append(judged("N4", exactly(bytes_per_block), MOST_BYTES, at_least=False))
+    targets.append(judged("N4", exactly(bytes_per_block), MAX_BYTES, at_least=False))
     return Part(rows, [target for target in targets if target])
 
 
@@ -64,34 +64,34 @@ def _slots(num: int) -> Callable[[], None]:
     return take
 
 
-def _held(worlds: dict[int, World]) -> list[Row]:
+def _held(harnesss: dict[int, Harness]) -> list[Row]:
     """Measure stores while a tenth of all blocks is held.
 
     The held blocks are the next to be evicted, so other blocks have to be evicted instead.
     """
-    orders = {num: _next_to_leave(world, num // 10) for num, world in worlds.items()}
-    for num, world in worlds.items():
-        world.cache.hold(orders[num])
+    orders = {num: _next_to_leave(harness, num // 10) for num, harness in harnesss.items()}
+    for num, harness in harnesss.items():
+        harness.cache.hold(orders[num])
     stores = {
-        num: steps(world)["store 64 blocks, 64 others leave"] for num, world in worlds.items()
+        num: steps(harness)["store 64 blocks, 64 others leave"] for num, harness in harnesss.items()
     }
     first = "store 64 blocks, a tenth of all held: the first time"
     rows = [Row(first, OURS, "blocks", num, timed(store, 1)) for num, store in stores.items()]
     others = _in_turn("store 64 blocks, a tenth of all held", stores)
-    for num, world in worlds.items():
-        world.cache.release(orders[num])
+    for num, harness in harnesss.items():
+        harness.cache.release(orders[num])
     return rows + others
 
 
-def _next_to_leave(world: World, num: int) -> list[bytes]:
-    return world.index.keys(world.index.order(world.cache.memory)[:num])
+def _next_to_leave(harness: Harness, num: int) -> list[bytes]:
+    return harness.index.keys(harness.index.order(harness.cache.memory)[:num])
 
 
-def _memory(world: World) -> float:
+def _memory(harness: Harness) -> float:
     """Return the bytes of the index, and of all arrays with an item per slot."""
-    beside = (world.cache, world.ladder._transfers._in_flight)
+    beside = (harness.cache, harness.ladder._transfers._in_flight)
     arrays = [array for owner in beside for array in _arrays(vars(owner).values())]
-    return float(world.index.num_bytes + sum(array.nbytes for array in arrays))  # type: ignore[attr-defined]
+    return float(harness.index.num_bytes + sum(array.nbytes for array in arrays))  # type: ignore[attr-defined]
 
 
 def _arrays(values: Iterable[object]) -> Iterator[npt.NDArray[np.generic]]:
@@ -121,13 +121,13 @@ def _growth(rows: list[Row]) -> list[dict[str, object]]:
         of_it = [row for row in rows if row.operation == operation and row.contestant == OURS]
         if "first time" not in operation:
             grows = exponent_in_turn(of_it)
-            targets.append(judged("N1", grows, MOST_EXPONENT, at_least=False, operation=operation))
+            targets.append(judged("N1", grows, MAX_EXPONENT, at_least=False, operation=operation))
     return targets
 
 
 def _slot_target(rows: list[Row]) -> dict[str, object]:
     most = max((row for row in rows if "slot" in row.operation), key=lambda row: row.num)
-    return judged("N2", most.estimate, MOST_SLOT_S, at_least=False, digits=9, blocks=most.num)
+    return judged("N2", most.estimate, MAX_SLOT_S, at_least=False, digits=9, blocks=most.num)
 
 
 def _waiting_target(rows: list[Row]) -> dict[str, object]:
@@ -136,4 +136,4 @@ def _waiting_target(rows: list[Row]) -> dict[str, object]:
         return {}
     most = max(waiting, key=lambda row: row.num)
     what = {"operation": most.operation, "prompt_blocks": PROMPT_BLOCKS, "blocks": most.num}
-    return judged("N1", most.estimate, MOST_WAITING_S, at_least=False, digits=6, **what)
+    return judged("N1", most.estimate, MAX_WAITING_S, at_least=False, digits=6, **what)

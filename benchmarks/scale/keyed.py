@@ -12,7 +12,7 @@ from kvtier.cache.transfer.ranks import Done, Hello, RankMover, Report
 from kvtier.core.types import DISK, HOST
 from kvtier.index import make_key_index
 from kvtier.index.policies.replayed import LRU
-from kvtier.tiers import DistantRoom, Quota, StorageFacts
+from kvtier.tiers import DistantAllocator, Quota, StorageFacts
 
 KEY_BYTES = 36
 """Bytes of a vLLM key: a SHA-256 and the number of a group."""
@@ -31,12 +31,12 @@ def new_keys(num: int) -> list[bytes]:
     return [text[at : at + KEY_BYTES] for at in range(0, len(text), KEY_BYTES)]
 
 
-class World:
+class Harness:
     """A full host tier of ``num_blocks`` blocks, and one rank with a disk of the same capacity."""
 
     def __init__(self, num_blocks: int) -> None:
         mover = RankMover({DISK: StorageFacts(finds_at_once=True)}, BLOCK_BYTES, 1, 1)
-        rooms = {HOST: DistantRoom(num_blocks), DISK: Quota(lambda: num_blocks)}
+        rooms = {HOST: DistantAllocator(num_blocks), DISK: Quota(lambda: num_blocks)}
         self.mover, self.host = mover, rooms[HOST]
         self.index = make_key_index({HOST: LRU, DISK: LRU}, lambda: NAMESPACE)
         self.cache = LocalBlockCache(
@@ -75,27 +75,27 @@ class World:
             self.hear(Report(done={order.order_id: Done(frozenset(), num_bytes=num_bytes)}))
 
 
-def steps(world: World) -> dict[str, Callable[[], object]]:
+def steps(harness: Harness) -> dict[str, Callable[[], object]]:
     """Return the operations of a step, by name."""
-    prompt = world.last[:PROMPT_BLOCKS]
+    prompt = harness.last[:PROMPT_BLOCKS]
     few = prompt[:NUM_TO_MOVE]
 
     def store() -> None:
-        world.store(new_keys(NUM_TO_MOVE), to_storage=False)
+        harness.store(new_keys(NUM_TO_MOVE), to_storage=False)
 
     def write() -> None:
-        world.store(new_keys(NUM_TO_MOVE))
-        world.ladder.poll()
-        world.answer()
+        harness.store(new_keys(NUM_TO_MOVE))
+        harness.ladder.poll()
+        harness.answer()
 
     def load() -> None:
-        world.cache.hold(few)
-        world.cache.release(few)
+        harness.cache.hold(few)
+        harness.cache.release(few)
 
     return {
-        "look up a prompt of 6,250 blocks": lambda: world.cache.locate_all(prompt),
-        "use a prompt of 6,250 blocks": lambda: world.cache.touch(prompt),
-        "hear a report, nothing failed": lambda: world.hear(Report(steps=frozenset([1]))),
+        "look up a prompt of 6,250 blocks": lambda: harness.cache.locate_all(prompt),
+        "use a prompt of 6,250 blocks": lambda: harness.cache.touch(prompt),
+        "hear a report, nothing failed": lambda: harness.hear(Report(steps=frozenset([1]))),
         "hold and release 64 blocks": load,
         "store 64 blocks, 64 others leave": store,
         "the same, and write them to storage": write,

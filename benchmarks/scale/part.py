@@ -9,7 +9,7 @@ from math import log
 
 from kvtier.tools.report.stats import Estimate, median_with_interval
 
-LEAST_S, MOST_S = 1e-9, 1e9
+LEAST_S, MAX_S = 1e-9, 1e9
 """Range of times that a clock can resolve. Medians outside of it are clamped."""
 
 
@@ -119,4 +119,4 @@ def exponent(rows: Sequence[Row]) -> Estimate:
 
 
 def _log(seconds: float) -> float:
-    return log(min(max(seconds, LEAST_S), MOST_S))
+    return log(min(max(seconds, LEAST_S), MAX_S))

@@ -33,7 +33,7 @@ from kvtier.core.types import DISK, HOST
 from kvtier.devices import find_device
 from kvtier.index import make_key_index
 from kvtier.index.policies.replayed import LRU
-from kvtier.tiers import DistantRoom, HostTier, KeptKeys, Quota
+from kvtier.tiers import DistantAllocator, HostTier, KeptKeys, Quota
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tools.report.stats import Estimate
 
@@ -144,7 +144,7 @@ class _Decider:
 
     mover: RankMover
     cache: LocalBlockCache
-    host: DistantRoom
+    host: DistantAllocator
     cpu_s: list[float] = field(default_factory=list)
     wall_s: list[float] = field(default_factory=list)
     num_bytes: int = 0
@@ -165,7 +165,7 @@ class _Decider:
 
 def _decider(num_blocks: int) -> _Decider:
     mover = RankMover({DISK: DiskTier.facts}, GROUP.bytes_per_block, NUM_RANKS, NUM_RANKS)
-    host, ticks = DistantRoom(NUM_ASKED), count(0.0)
+    host, ticks = DistantAllocator(NUM_ASKED), count(0.0)
     clock = partial(next, ticks)
     rooms = {HOST: host, DISK: Quota(lambda: num_blocks)}
     index = make_key_index(dict.fromkeys(rooms, LRU), lambda: NAMESPACE)

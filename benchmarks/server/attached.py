@@ -32,7 +32,7 @@ ONE_SHOT, CHUNKED, AGAIN = "one shot", "chunked", "chunked, again"
 COLD, WARM = "attached, cold", "from host memory"
 CONTROLLED = (AGAIN, COLD, WARM)
 """Ways whose logits must equal those of ``CHUNKED``; ``AGAIN`` shows that it is repeatable."""
-MOST_SHARE = 0.1
+MAX_SHARE = 0.1
 LARGE = LlamaConfig(
     vocab_size=32000,
     hidden_size=2048,
@@ -125,9 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
         share = [b / a for a, b in zip(found[CHUNKED], found[WARM], strict=True)]
         rows.append({"chunk_tokens": chunk, "rounds": len(share), **medians, "equal": equal})
         targets.append(
-            judged(
-                "A1", median_with_interval(share), MOST_SHARE, at_least=False, chunk_tokens=chunk
-            )
+            judged("A1", median_with_interval(share), MAX_SHARE, at_least=False, chunk_tokens=chunk)
         )
         same = ", ".join(f"{way} {num} of {len(share)}" for way, num in equal.items())
         table.add_row(str(chunk), *(f"{ms:,.0f}" for ms in medians.values()), same)

@@ -23,7 +23,7 @@ from kvtier.core.types import BlockKey
 
 MIB = 1 << 20
 GET, PUT = "get", "put"
-LEAST_SHARE, MOST_CPU = 0.90, 1.15
+LEAST_SHARE, MAX_CPU = 0.90, 1.15
 Figures = dict[str, tuple[float, float]]
 """(GB/s, CPU seconds per GB) by direction."""
 
@@ -57,7 +57,7 @@ class Row:
         cost = estimate(self.cost, self.cost_between)
         return [
             judged("R1", share, LEAST_SHARE, at_least=True, **common, measure="GB/s"),
-            judged("R1", cost, MOST_CPU, at_least=False, **common, measure="CPU"),
+            judged("R1", cost, MAX_CPU, at_least=False, **common, measure="CPU"),
         ]
 
 
@@ -154,7 +154,7 @@ def _row(kind: type[Place], block: str, direction: str, processes: Sequence[Meas
     moved = [process.moved for process in processes]
     shares = [one / other for one, other in zip(rate, their_rate, strict=True)]
     costs = [
-        one / (other + memmove / MOST_CPU)
+        one / (other + memmove / MAX_CPU)
         for one, other, memmove in zip(cpu, their_cpu, moved, strict=True)
     ]
     return Row(

@@ -22,7 +22,7 @@ from kvtier.tools.report.stats import P99_VALUES, Estimate, Summary, percentile_
 
 MODEL, PROMPT_TOKENS, OUTPUT_TOKENS = "kvtier-tiny", 512, 2
 STORED_BYTES = 1 << 30
-MOST_RATIO = 1.02
+MAX_RATIO = 1.02
 SETTLE_S = 3.5
 """Time until three look-ups have failed and the store is no longer used."""
 
@@ -57,7 +57,7 @@ class TroubleRow:
         return judged(
             "R3",
             self.p99_ratio,
-            MOST_RATIO,
+            MAX_RATIO,
             at_least=False,
             store=self.store,
             trouble=self.trouble,

@@ -143,7 +143,7 @@ void KeyIndex::asked(std::span<const Key> keys, double now) {
   tell_of_prompt(keys, [&](LearnedColumn& column) { column.asked(names_, found_, now); });
 }
 
-void KeyIndex::retain(std::span<const Key> keys, const policy::Said& said, double now) {
+void KeyIndex::retain(std::span<const Key> keys, const policy::BlockHint& said, double now) {
   tell_of_prompt(
       keys, [&](LearnedColumn& column) { column.live().retain(names_, found_, said, now); });
 }

@@ -82,7 +82,7 @@ class KeyIndex {
   // Report a request. keys: of its prompt, without repetition; keys of one place are neighbours.
   void asked(std::span<const Key> keys, double now);
   // Apply a retention hint to a prompt.
-  void retain(std::span<const Key> keys, const policy::Said& said, double now);
+  void retain(std::span<const Key> keys, const policy::BlockHint& said, double now);
   // Report keys that follow `before` and were in no request.
   void continues(std::span<const Key> keys, Key before);
   // Append the positions of the blocks to admit to a column. None of them is there.

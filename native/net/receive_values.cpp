@@ -24,9 +24,9 @@ constexpr double kLeastShare = 0.75;    // SO_RCVTIMEO is set again below this s
 constexpr double kLeastWaitS = 0.001;
 constexpr std::size_t kStepBytes = std::size_t{128} << 10;  // stay in a cache until they are checked
 #ifdef IOV_MAX
-constexpr std::size_t kMostParts = IOV_MAX;
+constexpr std::size_t kMaxParts = IOV_MAX;
 #else
-constexpr std::size_t kMostParts = 1024;
+constexpr std::size_t kMaxParts = 1024;
 #endif
 
 // A socket with a deadline.
@@ -153,7 +153,7 @@ class Reader {
     for (std::size_t first = 0; first < parts_.size();) {
       step_.clear();
       std::size_t left = kStepBytes;
-      for (std::size_t at = first; at < parts_.size() && left > 0 && step_.size() < kMostParts; ++at) {
+      for (std::size_t at = first; at < parts_.size() && left > 0 && step_.size() < kMaxParts; ++at) {
         const std::size_t some = std::min(left, parts_[at].left);
         step_.push_back({parts_[at].begin, some});
         left -= some;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr double kClearly = 0.7;  // of the oldest's value; a run worth less is the victim instead
 constexpr std::uint32_t kLooks = 32;  // candidates examined per victim
-constexpr std::uint32_t kMostSearched = 1U << 16;  // runs searched in order if sampling finds none
+constexpr std::uint32_t kMaxSearched = 1U << 16;  // runs searched in order if sampling finds none
 
 }  // namespace
 
@@ -90,7 +90,7 @@ Index RunPolicy::choose_among(const List<Resident>& residents) {
   }
   if (const Index run = best_leaf(); run != kNone) return run;
   // Hardly any is a candidate: the current path has taken them, or the keeper holds them.
-  for (std::uint32_t at = 0; at < std::min(num, kMostSearched); ++at)
+  for (std::uint32_t at = 0; at < std::min(num, kMaxSearched); ++at)
     if (const Index run = residents[at].run; may_shrink(run) && !is_passed_over(run)) return run;
   return kNone;
 }

@@ -81,7 +81,7 @@ void S3Fifo::set_capacity(std::size_t capacity) {
 
 void S3Fifo::hit(Index entry) {
   std::uint8_t& num_uses = lists_[entry].count;
-  if (num_uses < kMostUses) ++num_uses;
+  if (num_uses < kMaxUses) ++num_uses;
 }
 
 Index S3Fifo::enter(Key key, Index item, std::uint32_t) {

@@ -152,7 +152,7 @@ class S3Fifo : public ListPolicy<3, 2> {
 
  private:
   static constexpr std::uint8_t kSmall = 0, kMain = 1, kGone = 2;
-  static constexpr std::uint8_t kMostUses = 3;
+  static constexpr std::uint8_t kMaxUses = 3;
 
   std::size_t num_main() const { return capacity_ - (capacity_ < 20 ? 1 : capacity_ / 10); }
   void forget();

@@ -51,7 +51,7 @@ class Live {
   virtual void continues(std::span<const Key> names, Key before) = 0;
   // Apply a retention hint to the resident and expected blocks of a prompt. path, found: as for
   // `asked`. A hint never forbids eviction: if no other block can be evicted, these are.
-  virtual void retain(std::span<const Key>, std::span<const Index>, const Said&, double) {}
+  virtual void retain(std::span<const Key>, std::span<const Index>, const BlockHint&, double) {}
   // Append the positions of the blocks to admit, among `names`, none of which is resident. Blocks
   // are admitted while there are free slots, then if they are worth more than the blocks that would
   // be evicted for them. Blocks behind one that is not admitted are not admitted either. If too few

@@ -23,7 +23,7 @@ std::uint32_t LiveRuns::end_of_shared(std::span<const Index> found) const {
   return end;
 }
 
-void LiveRuns::retain(std::span<const Key> path, std::span<const Index> items, const Said& said,
+void LiveRuns::retain(std::span<const Key> path, std::span<const Index> items, const BlockHint& said,
                       double now) {
   const std::span<const Index> found = blocks_.numbers(items, found_);
   now_ = std::max(now_, now);
@@ -31,7 +31,7 @@ void LiveRuns::retain(std::span<const Key> path, std::span<const Index> items, c
   victim_ = kNone;
   planned_.clear();
   std::uint32_t first = said.first;
-  if (said.word == Word::ended) first = std::max(first, end_of_shared(found));
+  if (said.word == HintKind::ended) first = std::max(first, end_of_shared(found));
   const auto end = static_cast<std::uint32_t>(std::min<std::size_t>(said.end, path.size()));
   Index before = kNone;
   for (std::uint32_t at = 0, stop = 0; at < end; at = stop) {

@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::size_t kFewestExpected = std::size_t{1} << 16;
 constexpr std::size_t kExpectedShare = 16;  // capacity per expected block
-constexpr std::size_t kMostPassed = 64;     // victims remembered by `admit`
+constexpr std::size_t kMaxPassed = 64;     // victims remembered by `admit`
 
 }  // namespace
 
@@ -100,7 +100,7 @@ Index LiveRuns::run_in_front_of(std::span<const Key> names) const {
 Index LiveRuns::pass_over_next() {
   const Index run = choose();
   if (run == kNone) return kNone;
-  if (passed_over_.size() == kMostPassed) {  // the first one stays: it may be `front`
+  if (passed_over_.size() == kMaxPassed) {  // the first one stays: it may be `front`
     passed_over_.erase(passed_over_.begin() + 1);
     exposed_.erase(exposed_.begin() + 1);
   }

@@ -30,7 +30,7 @@ class LiveRuns final : public RunPolicy, public Live {
   void set_doubling(double at_blocks) override { RunPolicy::set_doubling(at_blocks); }
   void asked(std::span<const Key> path, std::span<const Index> found, double now) override;
   void continues(std::span<const Key> names, Key before) override;
-  void retain(std::span<const Key> path, std::span<const Index> found, const Said& said,
+  void retain(std::span<const Key> path, std::span<const Index> found, const BlockHint& said,
               double now) override;
   void admit(std::span<const Key> names, std::size_t num_free, double least_chance,
              std::vector<std::uint32_t>& which) override;

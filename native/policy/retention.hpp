@@ -18,7 +18,7 @@ inline constexpr Level kBackSoon = 101;
 inline constexpr Level kWaitedFor = 102;
 inline constexpr std::size_t kNumLevels = 103;
 
-enum class Word : std::uint8_t {
+enum class HintKind : std::uint8_t {
   keep,   // the blocks have a level of their own; a use does not end it
   back,   // the blocks will be used soon; a use ends it
   ended,  // blocks of this prompt alone will not be used again; a use ends it
@@ -29,8 +29,8 @@ inline constexpr int kNumWords = 5;
 
 // A hint on places first .. end - 1 of a prompt. level: of `keep`. until: time of its end in
 // seconds, of all but `turn`. tenant: owner of the prompt; 0 if unknown.
-struct Said {
-  Word word;
+struct BlockHint {
+  HintKind word;
   Level level;
   std::uint32_t first, end;
   double until;
@@ -38,7 +38,7 @@ struct Said {
 
   // Whether it makes the blocks stay longer than they would.
   bool raises() const {
-    return word == Word::back || (word == Word::keep && level > kUsual);
+    return word == HintKind::back || (word == HintKind::keep && level > kUsual);
   }
 };
 
@@ -87,27 +87,27 @@ struct Retention {
     it.passing = kUsual;
     return it.at(now);
   }
-  Retention with(const Said& said, double now) const {
+  Retention with(const BlockHint& said, double now) const {
     Retention it = at(now);
     if (said.raises()) it.tenant = said.tenant;
     switch (said.word) {
-      case Word::keep:
+      case HintKind::keep:
         it.kept = said.level;
         it.kept_until = said.until;
         break;
-      case Word::back:
+      case HintKind::back:
         it.passes_until = it.passing == kBackSoon ? std::max(it.passes_until, said.until) : said.until;
         it.passing = kBackSoon;
         break;
-      case Word::ended:
+      case HintKind::ended:
         it.passing = kLeavesFirst;
         it.passes_until = said.until;
         break;
-      case Word::waits:
+      case HintKind::waits:
         if (it.num_waiting < std::numeric_limits<std::uint16_t>::max()) ++it.num_waiting;
         it.waits_until = std::max(it.waits_until, said.until);
         break;
-      case Word::turn:
+      case HintKind::turn:
         if (it.num_waiting > 0) --it.num_waiting;
         break;
     }

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kLessonEvery = 100;   // requests; twice as often at the beginning
 constexpr std::size_t kLessonShare = 256;   // or runs / 256 requests, if that is more
-constexpr std::size_t kMostWaiting = 4096;  // runs that a lesson examines, a sample of more
+constexpr std::size_t kMaxWaiting = 4096;  // runs that a lesson examines, a sample of more
 constexpr double kSizePower = 0.3;          // a run of n blocks counts n to the power of this
 constexpr std::size_t kHistory = 2;        // entries, in capacities
 constexpr std::uint32_t kKeysOfGhost = 4;  // about
@@ -20,7 +20,7 @@ constexpr std::uint32_t kKeysOfGhost = 4;  // about
 constexpr std::uint32_t kGap = 64;
 constexpr std::size_t kUsualRunBlocks = 10;
 constexpr std::uint32_t kNever = 0;
-constexpr std::uint32_t kMostUses = 0xFFFF;
+constexpr std::uint32_t kMaxUses = 0xFFFF;
 
 // Returns the feature of the time since the previous use, seconds: one step per factor of 4.
 std::uint32_t gap_after(double age) {
@@ -147,7 +147,7 @@ Ghosts::Found RunPolicy::next_ghost(std::span<const Key> path, std::uint32_t fro
 void RunPolicy::take(Index run, std::uint32_t from, std::uint32_t to) {
   Run& it = runs_[run];
   model_.used(it.cls, age(it), weight(to - from));
-  const std::uint32_t num_uses = std::min(kMostUses, it.num_uses + 1U);
+  const std::uint32_t num_uses = std::min(kMaxUses, it.num_uses + 1U);
   const Retention words = runs_.retention(run).after_use(now_);
   parts_.push_back({from, to, num_uses, gap_after(age(it)), false, 0, words});
   runs_.take_front(run, to);
@@ -296,16 +296,16 @@ void RunPolicy::learn() {
     const Run& it = runs_[run];
     waiting_.push_back({it.cls, age(it), weight(it.size())});
   };
-  if (runs_.size() <= kMostWaiting) {
+  if (runs_.size() <= kMaxWaiting) {
     for (Index run = 0; run < runs_.end(); ++run)
       if (runs_.is_live(run)) look_at(run);
   } else {
     constexpr std::size_t kAhead = 16;  // runs between prefetch and use
     std::array<Index, kAhead> ahead;
-    for (std::size_t i = 0; i < kMostWaiting + kAhead; ++i) {
+    for (std::size_t i = 0; i < kMaxWaiting + kAhead; ++i) {
       Index& run = ahead[i % kAhead];
       if (i >= kAhead && runs_.is_live(run)) look_at(run);
-      if (i < kMostWaiting) runs_.prefetch(run = random_.below(runs_.end()));
+      if (i < kMaxWaiting) runs_.prefetch(run = random_.below(runs_.end()));
     }
     const double each = static_cast<double>(runs_.size()) / static_cast<double>(waiting_.size());
     for (ReuseModel::Waiting& it : waiting_) it.weight *= each;

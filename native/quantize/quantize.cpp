@@ -53,23 +53,23 @@ std::int32_t to_integer(float value) { return static_cast<std::int32_t>(value + 
 // ---------------------------------------------------------------------------------------------
 
 struct Float32 {
-  using Word = std::uint32_t;
+  using HintKind = std::uint32_t;
   static constexpr float kLargest = std::numeric_limits<float>::max();
-  static float read(Word word) { return number(word); }
-  static Word written(float value) { return bits_of(value); }
+  static float read(HintKind word) { return number(word); }
+  static HintKind written(float value) { return bits_of(value); }
 };
 
 struct Bfloat16 {
-  using Word = std::uint16_t;
+  using HintKind = std::uint16_t;
   static constexpr float kLargest = kLargestBfloat16;
-  static float read(Word word) { return number(std::uint32_t{word} << 16); }
-  static Word written(float value) { return static_cast<Word>(rounded(bits_of(value), 16)); }
+  static float read(HintKind word) { return number(std::uint32_t{word} << 16); }
+  static HintKind written(float value) { return static_cast<HintKind>(rounded(bits_of(value), 16)); }
 };
 
 struct Float16 {
-  using Word = std::uint16_t;
+  using HintKind = std::uint16_t;
   static constexpr float kLargest = 65504;
-  static float read(Word word) {
+  static float read(HintKind word) {
     const std::uint32_t exponent = word >> 10 & 31, mantissa = word & 1023U;
     const std::uint32_t bias = select(exponent == 31, 255 - 31, kFloatBias - kHalfBias);
     const std::uint32_t normal = (exponent + bias) << 23 | mantissa << kHalfShift;
@@ -77,14 +77,14 @@ struct Float16 {
     const std::uint32_t sign = (word & 0x8000U) << 16;
     return number(select(exponent == 0, small, normal) | sign);
   }
-  static Word written(float value) {
+  static HintKind written(float value) {
     const std::uint32_t bits = bits_of(value), magnitude = bits & kMagnitude;
     const std::uint32_t normal =
         rounded(magnitude - ((kFloatBias - kHalfBias) << 23), kHalfShift);
     const float steps = limited(number(magnitude) * 0x1p24F, 1024);
     const auto small = static_cast<std::uint32_t>(to_integer(steps));
     const std::uint32_t sign = bits >> 16 & 0x8000;
-    return static_cast<Word>(select(magnitude < kSmallestHalf, small, normal) | sign);
+    return static_cast<HintKind>(select(magnitude < kSmallestHalf, small, normal) | sign);
   }
 };
 
@@ -123,16 +123,16 @@ struct Int8 {
 // -- blocks
 // ---------------------------------------------------------------------------------------------
 
-template <typename Word>
-Word load(const std::byte* from, std::size_t at) {
-  Word word;
-  std::memcpy(&word, from + at * sizeof(Word), sizeof(Word));
+template <typename HintKind>
+HintKind load(const std::byte* from, std::size_t at) {
+  HintKind word;
+  std::memcpy(&word, from + at * sizeof(HintKind), sizeof(HintKind));
   return word;
 }
 
-template <typename Word>
-void store(std::byte* to, std::size_t at, Word word) {
-  std::memcpy(to + at * sizeof(Word), &word, sizeof(Word));
+template <typename HintKind>
+void store(std::byte* to, std::size_t at, HintKind word) {
+  std::memcpy(to + at * sizeof(HintKind), &word, sizeof(HintKind));
 }
 
 // Compilers vectorise these loops. They are inlined into one function per instruction set.
@@ -141,12 +141,12 @@ template <typename Number, typename Codes>
 [[gnu::always_inline]] inline bool encode_as(const std::byte* src, const Shape& shape,
                                              std::byte* scales, std::byte* codes,
                                              std::uint32_t* largest, float* divisors) {
-  using Word = typename Number::Word;
+  using HintKind = typename Number::HintKind;
   const std::size_t num = shape.num_channels;
   std::fill_n(largest, num, 0);
   for (std::size_t token = 0; token < shape.num_tokens; ++token)
     for (std::size_t k = 0; k < num; ++k) {
-      const float value = Number::read(load<Word>(src, token * num + k));
+      const float value = Number::read(load<HintKind>(src, token * num + k));
       largest[k] = std::max(largest[k], bits_of(value) & kMagnitude);
     }
   std::uint32_t most = 0;
@@ -161,7 +161,7 @@ template <typename Number, typename Codes>
   for (std::size_t token = 0; token < shape.num_tokens; ++token)
     for (std::size_t k = 0; k < num; ++k) {
       const std::size_t at = token * num + k;
-      const float value = Number::read(load<Word>(src, at)) / divisors[k];
+      const float value = Number::read(load<HintKind>(src, at)) / divisors[k];
       codes[at] = static_cast<std::byte>(Codes::of(value));
     }
   return true;
@@ -171,7 +171,7 @@ template <typename Number, typename Codes>
 [[gnu::always_inline]] inline bool decode_as(std::byte* dst, const Shape& shape,
                                              const std::byte* scales, const std::byte* codes,
                                              float* factors) {
-  using Word = typename Number::Word;
+  using HintKind = typename Number::HintKind;
   const std::size_t num = shape.num_channels;
   std::uint32_t most = 0;
   for (std::size_t k = 0; k < num; ++k) {
@@ -186,7 +186,7 @@ template <typename Number, typename Codes>
     for (std::size_t k = 0; k < num; ++k) {
       const std::size_t at = token * num + k;
       const float value = Codes::value(static_cast<std::uint8_t>(codes[at])) * factors[k];
-      store<Word>(dst, at, Number::written(limited(value, Number::kLargest)));
+      store<HintKind>(dst, at, Number::written(limited(value, Number::kLargest)));
     }
   return true;
 }

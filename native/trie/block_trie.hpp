@@ -79,7 +79,7 @@ class BlockTrie {
   // -- requests
 
   void asked(std::string_view space, Labels& labels, double now);
-  void retain(std::string_view space, Labels& labels, const policy::Said& said, double now);
+  void retain(std::string_view space, Labels& labels, const policy::BlockHint& said, double now);
   void admit(std::span<const BlockId> blocks, std::size_t column, std::size_t num_free,
              double least_chance, Path& admitted);
   void set_room(std::size_t column, std::size_t num_blocks) {

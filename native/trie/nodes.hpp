@@ -116,8 +116,8 @@ class Nodes {
 
   // Set the usual length of labels. Called before the first node is made.
   void expect_labels(std::size_t num_bytes) {
-    constexpr std::size_t kMostRoom = 128;  // rows of long labels would lie far from each other
-    if (num_bytes <= kMostRoom) room_ = std::max(kLeastRoom, (num_bytes + 7) / 8 * 8);
+    constexpr std::size_t kMaxRoom = 128;  // rows of long labels would lie far from each other
+    if (num_bytes <= kMaxRoom) room_ = std::max(kLeastRoom, (num_bytes + 7) / 8 * 8);
     walked_ = Rows(label_at() + room_);
   }
 

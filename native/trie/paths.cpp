@@ -249,9 +249,9 @@ void BlockTrie::asked(std::string_view space, Labels& labels, double now) {
   });
 }
 
-void BlockTrie::retain(std::string_view space, Labels& labels, const policy::Said& said,
+void BlockTrie::retain(std::string_view space, Labels& labels, const policy::BlockHint& said,
                        double now) {
-  policy::Said of_tenant = said;
+  policy::BlockHint of_tenant = said;
   of_tenant.tenant = std::hash<std::string_view>{}(space);  // a salt makes a namespace of its own
   tell_of_prompt(space, labels, [&](policy::Live& policy, auto path, auto found) {
     policy.retain(path, found, of_tenant, now);

@@ -20,7 +20,7 @@ from kvtier.layout import opaque
 from kvtier.node.client.channel import NodeClient
 from kvtier.node.client.tier import NodeTier
 from kvtier.tiers import Pieces, StorageSite
-from tests.node.world import LocalNode, local_node
+from tests.node.harness import LocalNode, local_node
 
 
 def asked(*chains: list[int]) -> list[Request]:

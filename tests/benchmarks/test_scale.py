@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from benchmarks.scale.keyed import World, steps
+from benchmarks.scale.keyed import Harness, steps
 from benchmarks.scale.part import Row, exponent, ratio_in_turn
 
 
@@ -40,15 +40,15 @@ STEP_BLOCKS = 4 * 64
 
 
 @pytest.fixture(scope="module")
-def worlds() -> tuple[World, World]:
-    return World(10_000), World(40_000)
+def harnesss() -> tuple[Harness, Harness]:
+    return Harness(10_000), Harness(40_000)
 
 
-@pytest.mark.parametrize("name", list(steps(World(10_000))))
+@pytest.mark.parametrize("name", list(steps(Harness(10_000))))
 def test_a_step_makes_as_many_calls_however_many_blocks_there_are(
-    name: str, worlds: tuple[World, World]
+    name: str, harnesss: tuple[Harness, Harness]
 ) -> None:
-    few, many = (steps(world)[name] for world in worlds)
+    few, many = (steps(harness)[name] for harness in harnesss)
     few(), many()  # the first one warms up
     of_few, of_many = calls(few), calls(many)
     for sampled in SAMPLED:  # the more blocks there are, the fewer of a step are in the sample
@@ -56,16 +56,16 @@ def test_a_step_makes_as_many_calls_however_many_blocks_there_are(
     assert of_few == of_many
 
 
-def test_what_is_held_is_met_by_one_eviction_only(worlds: tuple[World, World]) -> None:
-    world = worlds[1]
-    memory, num_evictable = world.cache.memory, world.index.num_evictable(world.cache.memory)
-    held = world.index.keys(world.index.order(memory)[:1000])
-    world.cache.hold(held)
-    store = steps(world)["store 64 blocks, 64 others leave"]
+def test_what_is_held_is_met_by_one_eviction_only(harnesss: tuple[Harness, Harness]) -> None:
+    harness = harnesss[1]
+    memory, num_evictable = harness.cache.memory, harness.index.num_evictable(harness.cache.memory)
+    held = harness.index.keys(harness.index.order(memory)[:1000])
+    harness.cache.hold(held)
+    store = steps(harness)["store 64 blocks, 64 others leave"]
     store()
-    assert not set(held) & set(world.index.keys(world.index.order(memory)))
-    world.cache.release(held)
-    assert world.index.num_evictable(memory) == num_evictable
+    assert not set(held) & set(harness.index.keys(harness.index.order(memory)))
+    harness.cache.release(held)
+    assert harness.index.num_evictable(memory) == num_evictable
 
 
 def test_exponent_is_that_of_the_growth() -> None:

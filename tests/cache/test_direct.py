@@ -10,7 +10,7 @@ from kvtier.cache.block_cache import BlockState
 from kvtier.cache.transfer.ranks import Done, RankOrder, Verb
 from kvtier.core.types import DEVICE, DISK, HOST, Direct
 
-from .keyed_world import BLOCK_BYTES, KEYS, Engine, name, names
+from .keyed_harness import BLOCK_BYTES, KEYS, Engine, name, names
 
 SOME = KEYS[:3]
 

@@ -6,7 +6,7 @@ from kvtier.cache.block_cache import BlockState
 from kvtier.cache.transfer.ranks import Done, Verb
 from kvtier.core.types import DISK, HOST, Slot
 
-from .keyed_world import BLOCK_BYTES, KEYS, NS, Engine, name, names
+from .keyed_harness import BLOCK_BYTES, KEYS, NS, Engine, name, names
 
 
 def test_stored_block_goes_on_to_storage_and_comes_back() -> None:

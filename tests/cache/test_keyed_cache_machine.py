@@ -18,7 +18,7 @@ from kvtier.cache.transfer.ranks import Done, RankOrder, Verb
 from kvtier.core.types import DISK, HOST, Direct, Slot
 from tests.kit.snapshot import snapshot
 
-from .keyed_world import KEYS, Engine, name, names
+from .keyed_harness import KEYS, Engine, name, names
 
 PAGES = 1000
 """Slot numbers from here on are pages of the engine."""

@@ -12,7 +12,7 @@ from kvtier.cache.ladder import PendingLookup
 from kvtier.cache.transfer.ranks import Done, RankOrder, Report, Verb
 from kvtier.cache.transfer.ranks.digests import keys_in
 from kvtier.core.types import DISK, HOST, BlockKey
-from tests.cache.keyed_world import BLOCK_BYTES, KEYS, Engine, name, names
+from tests.cache.keyed_harness import BLOCK_BYTES, KEYS, Engine, name, names
 
 STORE = "store"
 NOWHERE, MEMORY, STORAGE, UNKNOWN = (

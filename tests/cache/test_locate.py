@@ -6,12 +6,12 @@ from kvtier.cache.block_cache import BlockState
 from kvtier.core.types import DISK
 from tests.kit.snapshot import snapshot
 
-from .keyed_world import KEYS, Engine, name
+from .keyed_harness import KEYS, Engine, name
 
 NOWHERE, ARRIVING, MEMORY, STORAGE, UNKNOWN = BlockState
 
 
-def world(num_ranks: int = 1) -> Engine:
+def harness(num_ranks: int = 1) -> Engine:
     """Return a cache with blocks in each state: stored, reserved, on disk, recovered only."""
     engine = Engine(num_host=3, num_ranks=num_ranks, says_hello=False)
     engine.hello(0, *map(name, KEYS[4:7]))
@@ -36,7 +36,7 @@ def locate_twice(engine: Engine) -> list[BlockState]:
 
 
 def test_locating_blocks_changes_nothing() -> None:
-    engine = world()
+    engine = harness()
     assert locate_twice(engine) == [STORAGE, MEMORY, MEMORY, ARRIVING, *[NOWHERE] * 6]
     engine.cache.promote(KEYS[:1])
     engine.cache.distrust(engine.cache.hold(KEYS[1:2]).slots)
@@ -45,7 +45,7 @@ def test_locating_blocks_changes_nothing() -> None:
 
 
 def test_blocks_are_adopted_when_somebody_says_so() -> None:
-    engine = world()
+    engine = harness()
     assert engine.cache.adopt(KEYS) == KEYS[4:7]
     assert locate_twice(engine)[4:8] == [STORAGE, STORAGE, STORAGE, NOWHERE]
     before = snapshot(engine)
@@ -54,7 +54,7 @@ def test_blocks_are_adopted_when_somebody_says_so() -> None:
 
 
 def test_a_lookup_adopts_and_uses_what_it_finds() -> None:
-    engine = world()
+    engine = harness()
     places, pending = engine.cache.lookup(KEYS)
     assert (places[4:8], pending) == ([STORAGE, STORAGE, STORAGE, NOWHERE], [])
     order = engine.index.keys(engine.index.order(DISK))
@@ -69,7 +69,7 @@ def test_a_lookup_adopts_and_uses_what_it_finds() -> None:
 
 
 def test_blocks_are_unknown_until_storage_has_said_all_that_it_has() -> None:
-    engine = world(num_ranks=2)
+    engine = harness(num_ranks=2)
     assert locate_twice(engine) == [UNKNOWN] * len(KEYS)
     engine.hello(1, *map(name, KEYS[4:6]))
     assert locate_twice(engine) == [NOWHERE] * len(KEYS), "nobody has adopted them"

@@ -12,7 +12,7 @@ from kvtier.cache.transfer.ranks import Done, RankOrder, Report, Verb
 from kvtier.core.types import DEVICE, DISK, HOST, Direct
 from kvtier.plan.decide import Compute, FoundBlocks, Waited, decide
 
-from .keyed_world import BLOCK_BYTES, Engine
+from .keyed_harness import BLOCK_BYTES, Engine
 
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 6

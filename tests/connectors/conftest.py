@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.vllm.shared.request_state import RequestState
-from tests.connectors.storage_world import World
+from tests.connectors.storage_harness import Harness
 
 RequestState.is_strict = True
 
 
 @pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    """List of worlds that are closed at the end of the test."""
-    made: list[World] = []
+def harnesss() -> Iterator[list[Harness]]:
+    """List of harnesss that are closed at the end of the test."""
+    made: list[Harness] = []
     yield made
     for each in made:
         each.slab.close()
@@ -24,15 +24,15 @@ def worlds() -> Iterator[list[World]]:
 
 @pytest.fixture
 def ascends() -> Iterator[Callable[..., Any]]:
-    """Returns a function that makes an ``AscendWorld``; each is checked at the end."""
-    from tests.connectors.ascend_world import AscendWorld  # it needs torch
+    """Returns a function that makes an ``AscendHarness``; each is checked at the end."""
+    from tests.connectors.ascend_harness import AscendHarness  # it needs torch
 
-    made: list[AscendWorld] = []
+    made: list[AscendHarness] = []
 
-    def make(*args: Any, **more: Any) -> AscendWorld:
-        made.append(AscendWorld(*args, **more))
+    def make(*args: Any, **more: Any) -> AscendHarness:
+        made.append(AscendHarness(*args, **more))
         return made[-1]
 
     yield make
-    for world in made:
-        world.close()
+    for harness in made:
+        harness.close()

@@ -16,7 +16,7 @@ from kvtier.core.errors import TierError
 from kvtier.observe.specs import PLANNED_BLOCKS, SAVED_TOKENS
 from kvtier.testing import MemoryStorage, StoredBlocks, host_memory, memory_bytes
 from kvtier.tiers import Pieces, StorageFacts
-from tests.connectors.storage_world import BLOCK_BYTES, DIGEST, bytes_of, memory
+from tests.connectors.storage_harness import BLOCK_BYTES, DIGEST, bytes_of, memory
 
 SIZES = (BLOCK_BYTES // 4, BLOCK_BYTES // 2, BLOCK_BYTES // 4)
 PATIENCE_S = 60

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.connectors.common.blocking_calls import SlabReads
 from kvtier.tiers.disk import DiskOptions, DiskReader, DiskTier
-from tests.connectors.storage_world import BLOCK_BYTES, DIGEST, GROUP
+from tests.connectors.storage_harness import BLOCK_BYTES, DIGEST, GROUP
 from tests.connectors.test_blocking_calls import Caller, key_of
 from tests.tiers.disk.faulty_disk import FaultyDisk
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtier.index.policies.replayed import LRU, RUNS
-from tests.connectors.storage_world import memory
+from tests.connectors.storage_harness import memory
 from tests.connectors.test_blocking_calls import Caller, key_of
 from tests.index.policies.live_tier import names
 from tests.index.policies.traffic import TRAFFIC

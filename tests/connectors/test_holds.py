@@ -10,7 +10,7 @@ from kvtier.index.policies.replayed import LRU
 TIERS = ("host", "disk")
 
 
-class World:
+class Harness:
     """An index with blocks 0 to 7 in storage."""
 
     def __init__(self, most: int = 8) -> None:
@@ -26,62 +26,62 @@ class World:
 
 
 def test_hold_ends_when_its_time_is_over() -> None:
-    world = World()
-    world.holds.hold(world.blocks[:2], 10.0)
-    world.holds.hold(world.blocks[2:3], 11.0)
-    world.holds.expire(9.9)
-    assert world.num_leases() == [1, 1, 1, 0, 0, 0, 0, 0]
-    world.holds.expire(10.1)
-    assert world.num_leases() == [0, 0, 1, 0, 0, 0, 0, 0]
+    harness = Harness()
+    harness.holds.hold(harness.blocks[:2], 10.0)
+    harness.holds.hold(harness.blocks[2:3], 11.0)
+    harness.holds.expire(9.9)
+    assert harness.num_leases() == [1, 1, 1, 0, 0, 0, 0, 0]
+    harness.holds.expire(10.1)
+    assert harness.num_leases() == [0, 0, 1, 0, 0, 0, 0, 0]
 
 
 def test_block_that_is_held_again_stays_until_the_later_time() -> None:
-    world = World()
-    world.holds.hold(world.blocks[:1], 10.0)
-    world.holds.hold(world.blocks[:1], 20.0)
-    world.holds.expire(15.0)
-    assert world.num_leases()[0] == 1
-    world.holds.expire(25.0)
-    assert world.num_leases()[0] == 0
+    harness = Harness()
+    harness.holds.hold(harness.blocks[:1], 10.0)
+    harness.holds.hold(harness.blocks[:1], 20.0)
+    harness.holds.expire(15.0)
+    assert harness.num_leases()[0] == 1
+    harness.holds.expire(25.0)
+    assert harness.num_leases()[0] == 0
 
 
 def test_what_is_let_go_is_not_released_twice() -> None:
-    world = World()
-    world.holds.hold(world.blocks[:2], 10.0)
-    world.holds.let_go(world.blocks[0], 2)
-    assert len(world.holds) == 0
-    world.holds.expire(20.0)
-    world.holds.clear()
-    assert world.num_leases() == [0] * 8
-    world.index.check_invariants()
+    harness = Harness()
+    harness.holds.hold(harness.blocks[:2], 10.0)
+    harness.holds.let_go(harness.blocks[0], 2)
+    assert len(harness.holds) == 0
+    harness.holds.expire(20.0)
+    harness.holds.clear()
+    assert harness.num_leases() == [0] * 8
+    harness.index.check_invariants()
 
 
 def test_what_one_has_read_stays_for_the_other_who_was_told() -> None:
-    world = World()
-    world.holds.hold(world.blocks[:2], 10.0)
-    world.holds.hold(world.blocks[:3], 11.0)
-    world.holds.let_go(world.blocks[0], 2)
-    assert world.num_leases()[:3] == [1, 1, 1]
-    world.holds.let_go(world.blocks[0], 3)
-    assert world.num_leases()[:3] == [0, 0, 0]
+    harness = Harness()
+    harness.holds.hold(harness.blocks[:2], 10.0)
+    harness.holds.hold(harness.blocks[:3], 11.0)
+    harness.holds.let_go(harness.blocks[0], 2)
+    assert harness.num_leases()[:3] == [1, 1, 1]
+    harness.holds.let_go(harness.blocks[0], 3)
+    assert harness.num_leases()[:3] == [0, 0, 0]
 
 
 def test_what_is_read_in_parts_is_let_go_in_parts() -> None:
-    world = World()
-    world.holds.hold(world.blocks, 10.0)
-    world.holds.let_go(world.blocks[0], 3)
-    assert world.num_leases() == [0, 0, 0, 1, 1, 1, 1, 1]
-    world.holds.let_go(world.blocks[3], 4)
-    assert world.num_leases() == [0] * 7 + [1]
-    world.holds.let_go(world.blocks[3], 4)  # nobody was told
-    world.holds.expire(10.0)
-    assert world.num_leases() == [0] * 8
-    world.index.check_invariants()
+    harness = Harness()
+    harness.holds.hold(harness.blocks, 10.0)
+    harness.holds.let_go(harness.blocks[0], 3)
+    assert harness.num_leases() == [0, 0, 0, 1, 1, 1, 1, 1]
+    harness.holds.let_go(harness.blocks[3], 4)
+    assert harness.num_leases() == [0] * 7 + [1]
+    harness.holds.let_go(harness.blocks[3], 4)  # nobody was told
+    harness.holds.expire(10.0)
+    assert harness.num_leases() == [0] * 8
+    harness.index.check_invariants()
 
 
 def test_no_more_than_the_most_are_held() -> None:
-    world = World(most=3)
-    world.holds.hold(world.blocks, 10.0)
-    assert world.num_leases() == [1, 1, 1, 0, 0, 0, 0, 0]
-    world.holds.clear()
-    assert world.num_leases() == [0] * 8
+    harness = Harness(most=3)
+    harness.holds.hold(harness.blocks, 10.0)
+    assert harness.num_leases() == [1, 1, 1, 0, 0, 0, 0, 0]
+    harness.holds.clear()
+    assert harness.num_leases() == [0] * 8

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.connectors.kv_world import KvWorld
+from tests.connectors.kv_harness import KvHarness
 from tests.kit.nodes import NodeProcess, running
 
 TEXT = "the quick brown fox jump"
@@ -25,22 +25,22 @@ def node(tmp_path: Path) -> Iterator[NodeProcess]:
 
 
 @pytest.fixture
-def make(node: NodeProcess) -> Iterator[Callable[..., KvWorld]]:
+def make(node: NodeProcess) -> Iterator[Callable[..., KvHarness]]:
     with ExitStack() as stack:
 
-        def world(**options: Any) -> KvWorld:
-            made = KvWorld(node=node.socket, **options)
+        def harness(**options: Any) -> KvHarness:
+            made = KvHarness(node=node.socket, **options)
             stack.callback(made.close)
             stack.callback(made.half.manager.cache.check_invariants)
             _open_room(made)
             return made
 
-        yield world
+        yield harness
 
 
-def _open_room(world: KvWorld) -> None:
+def _open_room(harness: KvHarness) -> None:
     """Reserve until the node's partition is open; an engine computes meanwhile."""
-    cache, until_s = world.half.manager.cache, time.monotonic() + 10
+    cache, until_s = harness.half.manager.cache, time.monotonic() + 10
     while cache.reserve([b"k" * 36]) is None:
         assert time.monotonic() < until_s
         time.sleep(0.01)
@@ -51,16 +51,16 @@ def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(*each) for each in zip(one, other, strict=True))
 
 
-def _serves_again(world: KvWorld, name: str, pages: list[int]) -> None:
-    again = world.request(name, TEXT + "s")
-    assert world.asks(again) == len(TEXT)
-    world.gets_pages(again, pages, len(TEXT))
-    world.step()
+def _serves_again(harness: KvHarness, name: str, pages: list[int]) -> None:
+    again = harness.request(name, TEXT + "s")
+    assert harness.asks(again) == len(TEXT)
+    harness.gets_pages(again, pages, len(TEXT))
+    harness.step()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_pages_of_one_engine_come_to_another_byte_for_byte(
-    make: Callable[..., KvWorld], num_ranks: int
+    make: Callable[..., KvHarness], num_ranks: int
 ) -> None:
     one, other = make(num_ranks=num_ranks), make(num_ranks=num_ranks)
     one.fill(range(6), seed=1)
@@ -75,28 +75,28 @@ def test_pages_of_one_engine_come_to_another_byte_for_byte(
 
 
 def test_engine_computes_while_its_node_is_dead_and_finds_it_again(
-    make: Callable[..., KvWorld], node: NodeProcess
+    make: Callable[..., KvHarness], node: NodeProcess
 ) -> None:
-    world = make()
-    world.fill(range(6), seed=1)
-    world.serve("first", TEXT, range(6))
+    harness = make()
+    harness.fill(range(6), seed=1)
+    harness.serve("first", TEXT, range(6))
     node.kill()
     for number in range(4):
-        dead = world.request(f"dead {number}", TEXT + "s")
+        dead = harness.request(f"dead {number}", TEXT + "s")
         until_s = time.monotonic() + 20
-        while (num := world.asks(dead)) is None:  # while it tries to open its room
+        while (num := harness.asks(dead)) is None:  # while it tries to open its room
             assert time.monotonic() < until_s
             time.sleep(0.01)
         assert num == 0
     node.start()
     until_s = time.monotonic() + 20
-    cache = world.half.manager.cache
+    cache = harness.half.manager.cache
     while cache.reserve([b"k" * 36]) is None:
         assert time.monotonic() < until_s
         time.sleep(0.05)
     cache.abort([b"k" * 36])
-    world.serve("second", TEXT, range(6))
-    before = world.bytes_of(range(6))
-    _serves_again(world, "again", [9, 20, 3, 14, 7, 11, 12])
-    assert _are_equal(world.bytes_of([9, 20, 3, 14, 7, 11]), before)
-    assert not world.failed
+    harness.serve("second", TEXT, range(6))
+    before = harness.bytes_of(range(6))
+    _serves_again(harness, "again", [9, 20, 3, 14, 7, 11, 12])
+    assert _are_equal(harness.bytes_of([9, 20, 3, 14, 7, 11]), before)
+    assert not harness.failed

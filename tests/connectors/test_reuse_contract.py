@@ -30,10 +30,10 @@ from kvtier.observe.specs import VLLM_RECOMPUTED_CHUNKS
 from kvtier.plan.decide import WaitState
 from kvtier.testing import FaultyStorage, MemoryStorage, StoredBlocks
 from kvtier.tiers import StorageFacts
-from tests.cache import keyed_world
-from tests.connectors import pool_world
-from tests.connectors.pool_world import SLOT_BYTES, PoolWorld
-from tests.connectors.storage_world import BLOCK_BYTES, memory
+from tests.cache import keyed_harness
+from tests.connectors import pool_harness
+from tests.connectors.pool_harness import SLOT_BYTES, PoolHarness
+from tests.connectors.storage_harness import BLOCK_BYTES, memory
 from tests.connectors.test_blocking_calls import Caller
 from tests.connectors.test_blocking_calls import key_of as slab_key_of
 from tests.plan.decide_cases import BLOCK_TOKENS, CASES, WAITS, Case, WaitCase
@@ -76,16 +76,16 @@ class UnderVllm:
     def __init__(self, case: Case) -> None:
         self.now_s = 100.0
         self._case = case
-        self._keys = keyed_world.KEYS[: len(case.behind)]
+        self._keys = keyed_harness.KEYS[: len(case.behind)]
         by_place: dict[str, list[Any]] = {letter: [] for letter in "MSAU."} | self._by_place()
-        engine = keyed_world.Engine(
+        engine = keyed_harness.Engine(
             num_host=16,
             says_hello=False,
             stores=[STORE] if by_place["U"] else (),
             clock=lambda: self.now_s,
         )
         self._engine, cache = engine, engine.cache
-        engine.hello(0, *map(keyed_world.name, by_place["S"] + by_place["A"]))
+        engine.hello(0, *map(keyed_harness.name, by_place["S"] + by_place["A"]))
         if by_place["M"]:
             engine.store(by_place["M"])
         engine.carry_out()
@@ -93,11 +93,11 @@ class UnderVllm:
             cache.adopt(by_place["A"])
             assert cache.promote(by_place["A"]) == len(by_place["A"])
         self.counts = Counts()
-        learn(engine.ladder, case, keyed_world.BLOCK_BYTES)
+        learn(engine.ladder, case, keyed_harness.BLOCK_BYTES)
         self._promotion = Promotion(
             cache,
             cache.direct_reads,
-            Shape((BLOCK_TOKENS,), keyed_world.BLOCK_BYTES),
+            Shape((BLOCK_TOKENS,), keyed_harness.BLOCK_BYTES),
             LoadPolicy.ALWAYS if case.always_loads else LoadPolicy.AUTO,
             lambda: True,
             self.counts,
@@ -257,9 +257,9 @@ class UnderSglang:
         self.now_s = 100.0
         numbers = range(len(case.behind))
         place = dict(zip(numbers, case.behind, strict=True))
-        self._keys = [pool_world.key_of(number) for number in numbers]
+        self._keys = [pool_harness.key_of(number) for number in numbers]
         stored_blocks = StoredBlocks()
-        earlier = PoolWorld(stored_blocks=stored_blocks)
+        earlier = PoolHarness(stored_blocks=stored_blocks)
         assert earlier.keep(*(at for at in numbers if place[at] in "SAU"))
         earlier.close()
         self._store: MemoryStorage | None = None
@@ -267,7 +267,7 @@ class UnderSglang:
             facts = StorageFacts(is_shared=True)
             self._store = MemoryStorage(opaque(SLOT_BYTES), 16, stored_blocks, STORE, facts)
         storages = [] if self._store is None else [FaultyStorage(self._store)]
-        self._pools = PoolWorld(
+        self._pools = PoolHarness(
             stored_blocks=stored_blocks, storages=storages, lookup_deadline_s=PATIENCE_S
         )
         self._reads = storages[0] if storages else self._pools.storage

@@ -15,81 +15,81 @@ from kvtier.connectors.sglang.copies import ascend_copies
 from kvtier.connectors.sglang.copies.ascend_copies import LOSS, AscendCopies
 from kvtier.core.errors import DeviceError
 from kvtier.devices import Finding
-from tests.connectors.ascend_world import BATCH, Worlds, at_pages, raw, scramble, warnings_in
+from tests.connectors.ascend_harness import BATCH, Harnesss, at_pages, raw, scramble, warnings_in
 
 
 def test_without_a_batch_call_sglangs_own_copies_are_left(
-    ascends: Worlds, caplog: pytest.LogCaptureFixture
+    ascends: Harnesss, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = ascends("cann83")
-    pool = world.mha(layers=2)
+    harness = ascends("cann83")
+    pool = harness.mha(layers=2)
     at = at_pages(pool, (0,), (1,))
-    if not world.device.paths.why_not:
-        world.fake.refuse_batches()
-    world.back_up(pool, at)
-    world.load_all(pool, at)
-    assert [layer for _, layer in world.theirs] == [None, 0, 1]
+    if not harness.device.paths.why_not:
+        harness.fake.refuse_batches()
+    harness.back_up(pool, at)
+    harness.load_all(pool, at)
+    assert [layer for _, layer in harness.theirs] == [None, 0, 1]
     assert len(warnings_in(caplog)) == 1
 
 
-def test_refused_batch_is_the_last_one(ascends: Worlds, caplog: pytest.LogCaptureFixture) -> None:
-    world = ascends()
-    world.fake.refuse_batches()
-    pool = world.mha(layers=3, page=128, heads=8, dim=64)
-    world.load_all(pool, at_pages(pool, (0, 1), (2, 1)))
-    assert [layer for _, layer in world.theirs] == [0, 1, 2]
+def test_refused_batch_is_the_last_one(ascends: Harnesss, caplog: pytest.LogCaptureFixture) -> None:
+    harness = ascends()
+    harness.fake.refuse_batches()
+    pool = harness.mha(layers=3, page=128, heads=8, dim=64)
+    harness.load_all(pool, at_pages(pool, (0, 1), (2, 1)))
+    assert [layer for _, layer in harness.theirs] == [0, 1, 2]
     (said,) = warnings_in(caplog)
     assert "207000" in said
     assert LOSS in said
 
 
 def test_failed_load_is_done_again_by_sglang_and_so_are_those_on_their_way(
-    ascends: Worlds, caplog: pytest.LogCaptureFixture
+    ascends: Harnesss, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = ascends()
-    first, second = (world.mha(layers=4, page=128, heads=8, dim=64) for _ in range(2))
+    harness = ascends()
+    first, second = (harness.mha(layers=4, page=128, heads=8, dim=64) for _ in range(2))
     at = at_pages(first, (0, 1, 2, 3), (2, 1, 4, 3))
     for layer in range(4):
         if layer == 2:
-            world.fake.fail_call(BATCH, 507013)
-        world.load(first, at, layer)
-        world.load(second, at, layer)
-    again = [(pool is first, layer) for pool, layer in world.theirs]
+            harness.fake.fail_call(BATCH, 507013)
+        harness.load(first, at, layer)
+        harness.load(second, at, layer)
+    again = [(pool is first, layer) for pool, layer in harness.theirs]
     assert again == [(True, 0), (False, 0), (True, 3), (False, 3)], "all layers come with layer 0"
-    assert world.fake.num_pending == 0, "nothing of ours is in flight when SGLang's copies begin"
+    assert harness.fake.num_pending == 0, "nothing of ours is in flight when SGLang's copies begin"
     (said,) = warnings_in(caplog)
     assert "507013" in said
 
 
-def test_failed_back_up_is_done_by_sglang(ascends: Worlds) -> None:
-    world = ascends()
-    pool = world.mha(layers=2)
-    world.fake.fail_call(BATCH, 507013)
-    world.back_up(pool, at_pages(pool, (0,), (1,)))
-    world.back_up(pool, at_pages(pool, (0,), (1,)))
-    assert world.theirs == [(pool, None)] * 2
+def test_failed_back_up_is_done_by_sglang(ascends: Harnesss) -> None:
+    harness = ascends()
+    pool = harness.mha(layers=2)
+    harness.fake.fail_call(BATCH, 507013)
+    harness.back_up(pool, at_pages(pool, (0,), (1,)))
+    harness.back_up(pool, at_pages(pool, (0,), (1,)))
+    assert harness.theirs == [(pool, None)] * 2
 
 
-def test_sglangs_copies_begin_when_ours_have_ended(ascends: Worlds) -> None:
+def test_sglangs_copies_begin_when_ours_have_ended(ascends: Harnesss) -> None:
     """A load is on its way when a back-up fails, each on a stream of its own, as SGLang's are."""
-    world = ascends(seed=2, delay_us=10_000)
-    pool = world.mha(layers=16, page=128, heads=8, dim=64)
+    harness = ascends(seed=2, delay_us=10_000)
+    pool = harness.mha(layers=16, page=128, heads=8, dim=64)
 
     def look() -> None:
         for device, host in pool.pairs():
             assert torch.equal(raw(device[:, [7, 5]]), raw(host[[0, 2]].transpose(0, 1)))
 
-    world.when_theirs = look
-    world.load_all(pool, at_pages(pool, (0, 2), (7, 5)))
-    world.stream = world.fake.compute_stream()
-    world.fake.fail_call(BATCH, 507013)
-    world.back_up(pool, at_pages(pool, (1,), (1,)))
-    assert world.theirs == [(pool, None)]
+    harness.when_theirs = look
+    harness.load_all(pool, at_pages(pool, (0, 2), (7, 5)))
+    harness.stream = harness.fake.compute_stream()
+    harness.fake.fail_call(BATCH, 507013)
+    harness.back_up(pool, at_pages(pool, (1,), (1,)))
+    assert harness.theirs == [(pool, None)]
 
 
 @pytest.mark.parametrize("found", ["no driver", "torch's copies", "an error"])
 def test_without_a_device_sglangs_own_copies_are_left(
-    ascends: Worlds, found: str, caplog: pytest.LogCaptureFixture
+    ascends: Harnesss, found: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def look(name: str) -> Any:
         assert name == "npu:0"
@@ -98,11 +98,11 @@ def test_without_a_device_sglangs_own_copies_are_left(
         other = SimpleNamespace() if found == "torch's copies" else None
         return other, [Finding("ascend", "no", "libascendcl.so was not found")]
 
-    world = ascends()
-    world.copies = AscendCopies(look)
-    pool = world.mla(2)
-    world.load_all(pool, at_pages(pool, (0,), (1,)))
-    assert [layer for _, layer in world.theirs] == [0, 1]
+    harness = ascends()
+    harness.copies = AscendCopies(look)
+    pool = harness.mla(2)
+    harness.load_all(pool, at_pages(pool, (0,), (1,)))
+    assert [layer for _, layer in harness.theirs] == [0, 1]
     (said,) = warnings_in(caplog)
     assert ("a plug-in" if found == "an error" else "libascendcl.so was not found") in said
     assert said.endswith(LOSS)
@@ -118,38 +118,38 @@ def test_without_a_device_sglangs_own_copies_are_left(
     ],
 )
 def test_pool_that_is_not_served_is_left_and_that_is_said_once(
-    ascends: Worlds, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+    ascends: Harnesss, change: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = ascends()
-    pool, served = world.mla(2), world.mla(2)
-    hook = world.copies.hooks["sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
+    harness = ascends()
+    pool, served = harness.mla(2), harness.mla(2)
+    hook = harness.copies.hooks["sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
                                 ".backup_from_device_all_layer"]  # fmt: skip
     vars(pool).update(change)
     called: list[Any] = []
     for each in (pool, pool, served):
         at = at_pages(each, (0,), (1,))
         hook(lambda own, *_: called.append(own), each, None, *at, ascend_copies.IO_BACKEND)
-    world.finish()
+    harness.finish()
     assert called == [pool, pool]
     assert len(warnings_in(caplog)) == 1
 
 
-def test_other_ways_of_sglangs_are_not_touched(ascends: Worlds) -> None:
-    world = ascends()
-    pool = world.mha(2)
+def test_other_ways_of_sglangs_are_not_touched(ascends: Harnesss) -> None:
+    harness = ascends()
+    pool = harness.mha(2)
     at = at_pages(pool, (0,), (1,))
-    world.load(pool, at, 1, io_backend="kernel", is_draft=True)
-    world.back_up(pool, at, io_backend="direct")
+    harness.load(pool, at, 1, io_backend="kernel", is_draft=True)
+    harness.back_up(pool, at, io_backend="direct")
     on_device = SimpleNamespace(device=SimpleNamespace(type="npu"))
-    world.load(pool, (at[0], on_device), 0)  # type: ignore[arg-type]
-    assert [layer for _, layer in world.theirs] == [1, None, 0]
-    assert world.fake.count(BATCH) == 0
+    harness.load(pool, (at[0], on_device), 0)  # type: ignore[arg-type]
+    assert [layer for _, layer in harness.theirs] == [1, None, 0]
+    assert harness.fake.count(BATCH) == 0
 
 
 @pytest.mark.parametrize("wrong", ["odd tokens", "no such page", "another mirror"])
-def test_what_is_no_page_is_left_to_sglang(ascends: Worlds, wrong: str) -> None:
-    world = ascends()
-    pool = world.mha(2)
+def test_what_is_no_page_is_left_to_sglang(ascends: Harnesss, wrong: str) -> None:
+    harness = ascends()
+    pool = harness.mha(2)
     at = at_pages(pool, (0, 1), (1, 2))
     if wrong == "odd tokens":
         at = (at[0][:-1], at[1])
@@ -159,9 +159,9 @@ def test_what_is_no_page_is_left_to_sglang(ascends: Worlds, wrong: str) -> None:
         cut = scramble(torch.empty(9, 2, 4, 1, 8, dtype=torch.bfloat16))
         buffers = [(keys, values, cut, cut) for keys, values, *_ in pool._npu_transfer_buffers()]
         pool._npu_transfer_buffers = lambda: iter(buffers)
-    world.back_up(pool, at)
-    assert world.theirs == [(pool, None)]
-    assert world.fake.count(BATCH) == 0
+    harness.back_up(pool, at)
+    assert harness.theirs == [(pool, None)]
+    assert harness.fake.count(BATCH) == 0
 
 
 # -- when it is enabled ----------------------------------------------------------------------------

@@ -16,13 +16,13 @@ from kvtier.layout import opaque
 from kvtier.plan.decide import WaitState
 from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import StorageFacts
-from tests.connectors.pool_world import SLOT_BYTES, PoolWorld, key_of
+from tests.connectors.pool_harness import SLOT_BYTES, PoolHarness, key_of
 from tests.connectors.test_sglang_gate import PAGE, scheduler, take_first
 
 PATIENCE_S = 30.0
 
 
-class World:
+class Harness:
     """A rank whose store has the blocks 0 to 5, from another replica.
 
     It answers look-ups while ``store.open_finds`` is set.
@@ -30,12 +30,12 @@ class World:
 
     def __init__(self, lookup_deadline_s: float = PATIENCE_S) -> None:
         stored_blocks = StoredBlocks()
-        first = PoolWorld(stored_blocks=stored_blocks)
+        first = PoolHarness(stored_blocks=stored_blocks)
         assert first.keep(*range(6))
         first.close()
         facts = StorageFacts(is_shared=True)
         self.store = MemoryStorage(opaque(SLOT_BYTES), 16, stored_blocks, "store", facts)
-        self.pools = PoolWorld(storages=[self.store], lookup_deadline_s=lookup_deadline_s)
+        self.pools = PoolHarness(storages=[self.store], lookup_deadline_s=lookup_deadline_s)
         self.bringing = PromptPromotion({"kv": self.pools.pool}, PAGE, SLOT_BYTES, always=True)
         self.gate = QueueGate(self.bringing)
         self.cuts: list[list[int]] = []
@@ -73,95 +73,95 @@ class World:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
+def harness() -> Iterator[Harness]:
+    made = Harness()
     made.store.open_finds.clear()
     yield made
     made.store.open_finds.set()
     made.pools.close()
 
 
-def test_request_waits_for_the_answer_and_then_for_what_comes(world: World) -> None:
-    req = world.request(0, 1, 2, 99)
+def test_request_waits_for_the_answer_and_then_for_what_comes(harness: Harness) -> None:
+    req = harness.request(0, 1, 2, 99)
     made = scheduler([req])
-    assert world.choose(made) == []
-    assert world.bringing.wait(req.rid) is WaitState.ANSWERS
-    assert world.choose(made) == []
-    assert world.cuts == [[]], "it is looked up once while it waits"
-    world.until_heard()
-    assert world.choose(made) == []
-    assert world.choose(made) == []
-    assert world.bringing.wait(req.rid) is WaitState.READS
-    world.pools.settle()
-    assert world.choose(made) == [req.rid]
-    world.look("turn", 0, 1, 2, 99)
-    assert world.cuts == [[], [], [1, 2, 3]]
+    assert harness.choose(made) == []
+    assert harness.bringing.wait(req.rid) is WaitState.ANSWERS
+    assert harness.choose(made) == []
+    assert harness.cuts == [[]], "it is looked up once while it waits"
+    harness.until_heard()
+    assert harness.choose(made) == []
+    assert harness.choose(made) == []
+    assert harness.bringing.wait(req.rid) is WaitState.READS
+    harness.pools.settle()
+    assert harness.choose(made) == [req.rid]
+    harness.look("turn", 0, 1, 2, 99)
+    assert harness.cuts == [[], [], [1, 2, 3]]
 
 
-def test_request_that_the_store_has_nothing_of_is_computed(world: World) -> None:
-    req = world.request(50, 51)
+def test_request_that_the_store_has_nothing_of_is_computed(harness: Harness) -> None:
+    req = harness.request(50, 51)
     made = scheduler([req])
-    assert world.choose(made) == []
-    world.until_heard()
-    assert world.choose(made) == []
-    assert world.choose(made) == [req.rid]
-    assert world.cuts == [[], []]
+    assert harness.choose(made) == []
+    harness.until_heard()
+    assert harness.choose(made) == []
+    assert harness.choose(made) == [req.rid]
+    assert harness.cuts == [[], []]
 
 
-def test_others_pass_meanwhile(world: World) -> None:
-    waits, passes = world.request(0, 1), world.request()
+def test_others_pass_meanwhile(harness: Harness) -> None:
+    waits, passes = harness.request(0, 1), harness.request()
     made = scheduler([waits, passes])
-    assert world.choose(made) == [passes.rid]
+    assert harness.choose(made) == [passes.rid]
     assert made.waiting_queue == [waits]
 
 
-def test_ranks_look_again_when_all_have_heard(world: World) -> None:
+def test_ranks_look_again_when_all_have_heard(harness: Harness) -> None:
     """Each look-up is a reduction of SGLang's: all ranks make it in one step, or none does."""
     others = [int(WaitState.ANSWERS)]
-    req = world.request(0, 1)
+    req = harness.request(0, 1)
     made = scheduler([req], lambda at: others[at])
-    assert world.choose(made) == []
-    world.until_heard()
+    assert harness.choose(made) == []
+    harness.until_heard()
     for _ in range(3):
-        assert world.choose(made) == []
-    assert len(world.cuts) == 1, "this rank has heard, the other one has not"
+        assert harness.choose(made) == []
+    assert len(harness.cuts) == 1, "this rank has heard, the other one has not"
     others[0] = 0
-    assert world.choose(made) == []
-    assert world.choose(made) == []
-    assert len(world.cuts) == 2
-    world.pools.settle()
-    assert world.choose(made) == [req.rid]
+    assert harness.choose(made) == []
+    assert harness.choose(made) == []
+    assert len(harness.cuts) == 2
+    harness.pools.settle()
+    assert harness.choose(made) == [req.rid]
 
 
-def test_rank_that_asked_nobody_looks_again_with_the_others(world: World) -> None:
+def test_rank_that_asked_nobody_looks_again_with_the_others(harness: Harness) -> None:
     others = [int(WaitState.ANSWERS)]
-    req = world.request()
+    req = harness.request()
     made = scheduler([req], lambda at: others[at])
-    assert world.choose(made) == []
+    assert harness.choose(made) == []
     others[0] = 0
-    assert world.choose(made) == []
-    assert len(world.cuts) == 1
-    assert world.choose(made) == [req.rid]
-    assert len(world.cuts) == 2
+    assert harness.choose(made) == []
+    assert len(harness.cuts) == 1
+    assert harness.choose(made) == [req.rid]
+    assert len(harness.cuts) == 2
 
 
 def test_nobody_waits_for_longer_than_for_an_answer() -> None:
-    world = World(lookup_deadline_s=0.05)
-    world.store.open_finds.clear()
-    first, second = world.request(0, 1), world.request(2, 3)
+    harness = Harness(lookup_deadline_s=0.05)
+    harness.store.open_finds.clear()
+    first, second = harness.request(0, 1), harness.request(2, 3)
     made = scheduler([first])
     end_s = time.monotonic() + PATIENCE_S
-    while world.choose(made) == []:
+    while harness.choose(made) == []:
         assert time.monotonic() < end_s, "it waits for ever"
     made = scheduler([second])
-    assert world.choose(made) == [second.rid], "others wait for a store that is late"
-    world.store.open_finds.set()
-    world.pools.close()
+    assert harness.choose(made) == [second.rid], "others wait for a store that is late"
+    harness.store.open_finds.set()
+    harness.pools.close()
 
 
 def test_log_has_once_what_was_decided(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="kvtier.connectors.sglang.linker.promotion")
-    pools = PoolWorld()
+    pools = PoolHarness()
     assert pools.keep(0, 1)
     bringing = PromptPromotion({"kv": pools.pool}, PAGE, SLOT_BYTES, always=False)
     keys = [key_of(0), key_of(1)]

@@ -13,14 +13,14 @@ from kvtier.cache.block_cache import BlockState
 from kvtier.connectors.sglang.linker.promotion import PromptPromotion, WaitingPrompt
 from kvtier.connectors.sglang.linker.scheduler_hooks import NUM_AHEAD, QueueGate
 from kvtier.testing import StoredBlocks
-from tests.connectors.pool_world import SLOT_BYTES, PoolWorld, key_of
+from tests.connectors.pool_harness import SLOT_BYTES, PoolHarness, key_of
 
 PAGE = 16
 NUM_STORED = 6
 PROMPT = WaitingPrompt(0, 10 * PAGE)
 
 
-class World:
+class Harness:
     """A pool whose storage has recovered the blocks 0 to 5.
 
     A request has the blocks from its number on. now_s: the clock.
@@ -28,10 +28,10 @@ class World:
 
     def __init__(self, always: bool = True) -> None:
         stored_blocks = StoredBlocks()
-        first = PoolWorld(stored_blocks=stored_blocks)
+        first = PoolHarness(stored_blocks=stored_blocks)
         assert first.keep(*range(NUM_STORED))
         first.close()
-        self.pools = PoolWorld(stored_blocks=stored_blocks)
+        self.pools = PoolHarness(stored_blocks=stored_blocks)
         self.now_s = 0.0
         self.bringing = PromptPromotion(
             {"kv": self.pools.pool}, PAGE, SLOT_BYTES, always, lambda: self.now_s
@@ -57,8 +57,8 @@ class World:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
+def harness() -> Iterator[Harness]:
+    made = Harness()
     yield made
     made.pools.close()
 
@@ -84,71 +84,71 @@ def take_first(made: Any) -> Any:
     return [req.rid for req in taken]
 
 
-def choose(world: World, made: Any) -> Any:
-    return world.gate.choose(made, False, lambda: take_first(made))
+def choose(harness: Harness, made: Any) -> Any:
+    return harness.gate.choose(made, False, lambda: take_first(made))
 
 
 # -- what is brought ------------------------------------------------------------------------------
 
 
-def test_first_look_brings_and_a_later_one_tells(world: World) -> None:
-    assert world.look("r", 0, 1, 2, 99) == []
-    assert world.bringing.wait("r")
-    world.pools.settle()
-    assert not world.bringing.wait("r")
-    assert world.look("r", 0, 1, 2, 99) == [1, 2, 3]
+def test_first_look_brings_and_a_later_one_tells(harness: Harness) -> None:
+    assert harness.look("r", 0, 1, 2, 99) == []
+    assert harness.bringing.wait("r")
+    harness.pools.settle()
+    assert not harness.bringing.wait("r")
+    assert harness.look("r", 0, 1, 2, 99) == [1, 2, 3]
 
 
-def test_what_is_in_memory_is_told_of_while_the_rest_comes(world: World) -> None:
-    assert world.look("a", 0, 1) == []
-    world.pools.settle()
-    world.pools.storage.hold("get")
-    assert world.look("b", 0, 1, 2, 3) == [1, 2]
-    assert world.bringing.wait("b")
-    world.pools.storage.let_go()
+def test_what_is_in_memory_is_told_of_while_the_rest_comes(harness: Harness) -> None:
+    assert harness.look("a", 0, 1) == []
+    harness.pools.settle()
+    harness.pools.storage.hold("get")
+    assert harness.look("b", 0, 1, 2, 3) == [1, 2]
+    assert harness.bringing.wait("b")
+    harness.pools.storage.let_go()
 
 
-def test_nobody_waits_for_longer_than_computing_takes(world: World) -> None:
-    world.pools.storage.hold("get")
-    costs = world.pools.pool.ladder.costs
+def test_nobody_waits_for_longer_than_computing_takes(harness: Harness) -> None:
+    harness.pools.storage.hold("get")
+    costs = harness.pools.pool.ladder.costs
     for num_tokens in (64, 128, 256, 512):
         costs.observe_prefill(0, num_tokens, num_tokens * 1e-3)
-    world.look("r", *range(NUM_STORED))
-    world.now_s = 0.5 * NUM_STORED * PAGE * 1e-3
-    assert world.bringing.wait("r")
-    world.now_s = 1.5 * NUM_STORED * PAGE * 1e-3
-    assert not world.bringing.wait("r")
-    world.pools.storage.let_go()
+    harness.look("r", *range(NUM_STORED))
+    harness.now_s = 0.5 * NUM_STORED * PAGE * 1e-3
+    assert harness.bringing.wait("r")
+    harness.now_s = 1.5 * NUM_STORED * PAGE * 1e-3
+    assert not harness.bringing.wait("r")
+    harness.pools.storage.let_go()
 
 
-def test_read_that_fails_ends_the_wait_and_is_not_begun_again(world: World) -> None:
-    world.pools.storage.fail("get")
-    world.look("r", 0, 1)
-    world.pools.settle()
-    assert not world.bringing.wait("r")
-    num_reads = world.pools.storage.num_calls["get"]
-    assert world.look("r", 0, 1) == []
-    world.pools.settle()
-    assert not world.bringing.wait("r")
-    assert world.pools.storage.num_calls["get"] == num_reads
+def test_read_that_fails_ends_the_wait_and_is_not_begun_again(harness: Harness) -> None:
+    harness.pools.storage.fail("get")
+    harness.look("r", 0, 1)
+    harness.pools.settle()
+    assert not harness.bringing.wait("r")
+    num_reads = harness.pools.storage.num_calls["get"]
+    assert harness.look("r", 0, 1) == []
+    harness.pools.settle()
+    assert not harness.bringing.wait("r")
+    assert harness.pools.storage.num_calls["get"] == num_reads
 
 
 def test_what_is_slower_than_computing_is_not_brought() -> None:
-    world = World(always=False)
-    costs = world.pools.pool.ladder.costs
+    harness = Harness(always=False)
+    costs = harness.pools.pool.ladder.costs
     for num_tokens in (64, 128, 256, 512):
         costs.observe_prefill(0, num_tokens, num_tokens * 1e-6)
     costs.observe_copy(("disk", "host"), 4096, 10.0)
     costs.observe_copy(("host", "device"), 4096, 1e-9)
-    assert world.look("r", *range(NUM_STORED)) == []
-    assert not world.bringing.wait("r")
-    assert world.pools.storage.num_calls["get"] == 0
-    world.pools.close()
+    assert harness.look("r", *range(NUM_STORED)) == []
+    assert not harness.bringing.wait("r")
+    assert harness.pools.storage.num_calls["get"] == 0
+    harness.pools.close()
 
 
 def test_window_needs_only_what_lies_before_the_cut() -> None:
     """A pool with a window needs its last two blocks before the cut, the other pool needs all."""
-    full, window = PoolWorld(), PoolWorld()
+    full, window = PoolHarness(), PoolHarness()
     assert full.keep(0, 1, 2, 3)
     assert window.keep(2, 3)
     caches = {"kv": full.pool, "swa": window.pool}
@@ -165,65 +165,65 @@ def test_window_needs_only_what_lies_before_the_cut() -> None:
 # -- who waits ------------------------------------------------------------------------------------
 
 
-def test_request_whose_kv_comes_lets_others_pass_and_keeps_its_place(world: World) -> None:
-    world.pools.storage.hold("get")
-    waits, passes, last = world.request(0, 1), world.request(50), world.request(60)
+def test_request_whose_kv_comes_lets_others_pass_and_keeps_its_place(harness: Harness) -> None:
+    harness.pools.storage.hold("get")
+    waits, passes, last = harness.request(0, 1), harness.request(50), harness.request(60)
     made = scheduler([waits, passes, last])
-    assert choose(world, made) == [passes.rid]
+    assert choose(harness, made) == [passes.rid]
     assert made.waiting_queue == [waits, last]
-    world.pools.storage.let_go()
-    world.pools.settle()
-    assert choose(world, made) == [waits.rid]
+    harness.pools.storage.let_go()
+    harness.pools.settle()
+    assert choose(harness, made) == [waits.rid]
     assert made.waiting_queue == [last]
-    assert world.num_looked == 3  # each once
+    assert harness.num_looked == 3  # each once
 
 
-def test_rank_waits_as_long_as_another_one_does(world: World) -> None:
+def test_rank_waits_as_long_as_another_one_does(harness: Harness) -> None:
     others = [1]
-    made = scheduler([world.request(50)], lambda at: others[at])
-    assert choose(world, made) == []
-    assert choose(world, made) == []
-    assert world.num_looked == 1  # ranks look together: they reduce what they find
+    made = scheduler([harness.request(50)], lambda at: others[at])
+    assert choose(harness, made) == []
+    assert choose(harness, made) == []
+    assert harness.num_looked == 1  # ranks look together: they reduce what they find
     others[0] = 0
-    assert choose(world, made) == ["r(50,)"]
+    assert choose(harness, made) == ["r(50,)"]
 
 
-def test_nothing_is_brought_for_who_is_computed_at_once(world: World) -> None:
-    made = scheduler([world.request(50)])
-    choose(world, made)
-    assert world.look("r", 0, 1) == []
-    assert not world.bringing.wait("r")
-    assert world.pools.storage.num_calls["get"] == 0
+def test_nothing_is_brought_for_who_is_computed_at_once(harness: Harness) -> None:
+    made = scheduler([harness.request(50)])
+    choose(harness, made)
+    assert harness.look("r", 0, 1) == []
+    assert not harness.bringing.wait("r")
+    assert harness.pools.storage.num_calls["get"] == 0
 
 
-def test_only_the_head_of_a_long_queue_is_looked_up(world: World) -> None:
-    made = scheduler([world.request(100 + number) for number in range(3 * NUM_AHEAD)])
-    choose(world, made)
-    assert world.num_looked == NUM_AHEAD
+def test_only_the_head_of_a_long_queue_is_looked_up(harness: Harness) -> None:
+    made = scheduler([harness.request(100 + number) for number in range(3 * NUM_AHEAD)])
+    choose(harness, made)
+    assert harness.num_looked == NUM_AHEAD
     for _ in range(3):
-        choose(world, made)
-    assert world.num_looked == NUM_AHEAD + 3
+        choose(harness, made)
+    assert harness.num_looked == NUM_AHEAD + 3
 
 
-def test_request_that_went_is_forgotten(world: World) -> None:
-    world.pools.storage.hold("get")
-    made = scheduler([world.request(0, 1)])
-    assert choose(world, made) == []
+def test_request_that_went_is_forgotten(harness: Harness) -> None:
+    harness.pools.storage.hold("get")
+    made = scheduler([harness.request(0, 1)])
+    assert choose(harness, made) == []
     made.waiting_queue.clear()
-    assert choose(world, made) == []
-    assert not world.bringing.wait("r(0, 1)")
-    world.pools.storage.let_go()
+    assert choose(harness, made) == []
+    assert not harness.bringing.wait("r(0, 1)")
+    harness.pools.storage.let_go()
 
 
-def test_choice_that_fails_loses_no_request(world: World) -> None:
-    world.pools.storage.hold("get")
-    queue = [world.request(0, 1), world.request(50)]
+def test_choice_that_fails_loses_no_request(harness: Harness) -> None:
+    harness.pools.storage.hold("get")
+    queue = [harness.request(0, 1), harness.request(50)]
     made = scheduler(queue)
 
     def fail() -> None:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):
-        world.gate.choose(made, False, fail)
+        harness.gate.choose(made, False, fail)
     assert made.waiting_queue == queue
-    world.pools.storage.let_go()
+    harness.pools.storage.let_go()

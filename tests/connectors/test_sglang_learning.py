@@ -14,7 +14,7 @@ from kvtier.connectors.sglang.shared.prompt_reporting import PromptReporter, pol
 from kvtier.connectors.sglang.shared.settings import StorageSettings
 from kvtier.core.errors import ConfigError
 from kvtier.index.policies.replayed import LRU, RUNS
-from tests.connectors.pool_world import PoolWorld
+from tests.connectors.pool_harness import PoolHarness
 
 PAGE = 16
 DISK = {"disk_path": "/nvme/kv", "disk_capacity": "1MiB"}
@@ -39,7 +39,7 @@ def run_batch(run: Callable[..., Any], *rest: Any) -> Any:
 class Told:
     """Prompts and links between blocks that are reported to the cache of ``pools``."""
 
-    def __init__(self, pools: PoolWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, pools: PoolHarness, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[list[int]] = []
         self.behind: list[tuple[list[int], int]] = []
         self.fails = False
@@ -66,7 +66,7 @@ class Told:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    pools = PoolWorld(policy=RUNS)
+    pools = PoolHarness(policy=RUNS)
     yield Told(pools, monkeypatch)
     pools.close()
 
@@ -124,7 +124,7 @@ def test_a_failure_is_logged_and_nothing_else(told: Told, caplog: pytest.LogCapt
 
 
 def test_nothing_is_walked_where_nothing_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    pools = PoolWorld()
+    pools = PoolHarness()
     told = Told(pools, monkeypatch)
     told.look_up(Request(), [1], [2])
     told.asking.note_node(lambda: 1 / 0)  # type: ignore[arg-type, return-value]

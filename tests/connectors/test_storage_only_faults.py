@@ -11,143 +11,145 @@ from kvtier.connectors.common.opening import NoStorage
 from kvtier.core.errors import TierError
 from kvtier.observe.specs import FAILED_BLOCKS, REFUSED_BLOCKS, UNWRITTEN_BLOCKS
 from kvtier.testing.storage import StoredBlocks
-from tests.connectors.storage_world import (
+from tests.connectors.storage_harness import (
     BLOCK_BYTES,
     DIGEST,
     GROUP,
-    World,
+    Harness,
     key_of,
     memory,
-    open_world,
+    open_harness,
 )
 
 # -- whatever goes wrong ---------------------------------------------------------------------------
 
 
-def test_damaged_block_is_lost_and_can_be_stored_again(worlds: list[World]) -> None:
+def test_damaged_block_is_lost_and_can_be_stored_again(harnesss: list[Harness]) -> None:
     tier = memory(4)
-    world = open_world(worlds, tier)
-    world.store(1, 2, 3)
+    harness = open_harness(harnesss, tier)
+    harness.store(1, 2, 3)
     tier.spoiled.add(block_key(DIGEST, key_of(2)))
-    assert world.load(1, 2, 3) == [1, 3]
-    assert world.find(2) is BlockState.NOWHERE
-    assert world.slab.take_changes()[-1] == Change([key_of(2)], "disk", is_removed=True)
+    assert harness.load(1, 2, 3) == [1, 3]
+    assert harness.find(2) is BlockState.NOWHERE
+    assert harness.slab.take_changes()[-1] == Change([key_of(2)], "disk", is_removed=True)
     tier.spoiled.clear()
-    world.store(2)
-    assert world.load(2) == [2]
+    harness.store(2)
+    assert harness.load(2) == [2]
 
 
-def test_block_that_two_read_is_given_back_once_when_it_is_lost(worlds: list[World]) -> None:
+def test_block_that_two_read_is_given_back_once_when_it_is_lost(harnesss: list[Harness]) -> None:
     tier = memory(4)
-    world = open_world(worlds, tier)
-    world.store(1)
+    harness = open_harness(harnesss, tier)
+    harness.store(1)
     tier.spoiled.add(block_key(DIGEST, key_of(1)))
     tier.open_reads.clear()
-    world.submit(True, [1])
-    world.submit(True, [1])
+    harness.submit(True, [1])
+    harness.submit(True, [1])
     tier.open_reads.set()
-    world.settle()
+    harness.settle()
     assert tier.num_used == 0
-    left = [change for change in world.slab.take_changes() if change.is_removed]
+    left = [change for change in harness.slab.take_changes() if change.is_removed]
     assert left == [Change([key_of(1)], "disk", is_removed=True)]
 
 
-def test_store_that_fails_leaves_nothing(worlds: list[World]) -> None:
+def test_store_that_fails_leaves_nothing(harnesss: list[Harness]) -> None:
     tier = memory(4)
-    world = open_world(worlds, tier)
+    harness = open_harness(harnesss, tier)
     tier.refused.add(block_key(DIGEST, key_of(2)))
-    finished = world.store(1, 2)
+    finished = harness.store(1, 2)
     assert (finished.keys, finished.is_whole) == ([key_of(1)], False)
-    assert world.find(2) is BlockState.NOWHERE
-    assert world.take_counted()(FAILED_BLOCKS, "host", "disk") == 1
+    assert harness.find(2) is BlockState.NOWHERE
+    assert harness.take_counted()(FAILED_BLOCKS, "host", "disk") == 1
     assert tier.num_used == 1
 
 
 def test_tier_that_raises_costs_the_job_only(
-    worlds: list[World], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    harnesss: list[Harness], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = memory(4)
-    world = open_world(worlds, tier)
-    world.store(1)
+    harness = open_harness(harnesss, tier)
+    harness.store(1)
     with monkeypatch.context() as patch:
         patch.setattr(tier, "get", lambda *_: 1 / 0)
         patch.setattr(tier, "put", lambda *_: 1 / 0)
-        assert world.load(1) == []
-        assert world.store(2).keys == []
+        assert harness.load(1) == []
+        assert harness.store(2).keys == []
     assert "transfer failed" in caplog.text
-    assert world.store(1, 2).keys == [key_of(2)], "a read that failed says nothing about the block"
-    assert world.load(1, 2) == [1, 2]
+    assert harness.store(1, 2).keys == [key_of(2)], (
+        "a read that failed says nothing about the block"
+    )
+    assert harness.load(1, 2) == [1, 2]
 
 
-def test_no_storage_is_all_misses(worlds: list[World]) -> None:
-    world = open_world(worlds, NoStorage("disk", GROUP))
-    assert world.store(1, 2).keys == []
-    assert world.load(1) == []
-    assert world.take_counted()(REFUSED_BLOCKS, "disk") == 2
+def test_no_storage_is_all_misses(harnesss: list[Harness]) -> None:
+    harness = open_harness(harnesss, NoStorage("disk", GROUP))
+    assert harness.store(1, 2).keys == []
+    assert harness.load(1) == []
+    assert harness.take_counted()(REFUSED_BLOCKS, "disk") == 2
 
 
 def test_disk_that_fails_again_and_again_is_left_alone_and_evicts_nothing(
-    worlds: list[World],
+    harnesss: list[Harness],
 ) -> None:
     tier = memory(5)
-    world = open_world(worlds, tier)
-    world.store(1, 2)
+    harness = open_harness(harnesss, tier)
+    harness.store(1, 2)
     tier.unreachable = True
     for number in range(10, 13):
-        world.store(number)
-    assert world.take_counted()(FAILED_BLOCKS, "host", "disk") == 3
-    assert world.store(*range(20, 26)).keys == []
-    counted = world.take_counted()
+        harness.store(number)
+    assert harness.take_counted()(FAILED_BLOCKS, "host", "disk") == 3
+    assert harness.store(*range(20, 26)).keys == []
+    counted = harness.take_counted()
     assert counted(REFUSED_BLOCKS, "disk") == 6
     assert counted("kvtier_evicted_blocks_total", "disk") == 0
     assert counted(FAILED_BLOCKS, "host", "disk") == 0
 
 
 def test_what_a_disk_that_is_left_alone_has_is_a_miss_until_it_is_tried_again(
-    worlds: list[World],
+    harnesss: list[Harness],
 ) -> None:
     tier = memory(5)
-    world = open_world(worlds, tier)
-    world.store(1, 2)
+    harness = open_harness(harnesss, tier)
+    harness.store(1, 2)
     tier.unreachable = True
     for _ in range(3):
-        assert world.find(1) is BlockState.STORAGE
-        assert world.load(1) == []
-    assert world.find(1) is BlockState.NOWHERE
+        assert harness.find(1) is BlockState.STORAGE
+        assert harness.load(1) == []
+    assert harness.find(1) is BlockState.NOWHERE
     tier.unreachable = False
-    world.now_s += 60
-    assert world.find(1) is BlockState.STORAGE
-    assert world.load(1, 2) == [1, 2]
+    harness.now_s += 60
+    assert harness.find(1) is BlockState.STORAGE
+    assert harness.load(1, 2) == [1, 2]
 
 
-def test_day_s_writes_are_a_bound(worlds: list[World]) -> None:
+def test_day_s_writes_are_a_bound(harnesss: list[Harness]) -> None:
     tier = memory(8)
-    worlds.append(world := World(tier, bytes_per_day=24 * BLOCK_BYTES))
-    assert world.store(1).keys == [key_of(1)]
-    assert world.store(2).keys == []
-    assert world.take_counted()(UNWRITTEN_BLOCKS, "disk") == 1
-    world.now_s += 3601
-    assert world.store(2).keys == [key_of(2)]
+    harnesss.append(harness := Harness(tier, bytes_per_day=24 * BLOCK_BYTES))
+    assert harness.store(1).keys == [key_of(1)]
+    assert harness.store(2).keys == []
+    assert harness.take_counted()(UNWRITTEN_BLOCKS, "disk") == 1
+    harness.now_s += 3601
+    assert harness.store(2).keys == [key_of(2)]
 
 
 def test_blocks_of_a_job_that_come_one_by_one_do_not_push_out_its_start(
-    worlds: list[World],
+    harnesss: list[Harness],
 ) -> None:
     tier = memory(3)
-    worlds.append(world := World(tier, num_rows=5))
-    assert world.store(1, 2, 3, 4, 5).keys == [key_of(1), key_of(2), key_of(3)]
-    world.slab.take_changes()
-    world.store(9)
-    (left, _) = world.slab.take_changes()
+    harnesss.append(harness := Harness(tier, num_rows=5))
+    assert harness.store(1, 2, 3, 4, 5).keys == [key_of(1), key_of(2), key_of(3)]
+    harness.slab.take_changes()
+    harness.store(9)
+    (left, _) = harness.slab.take_changes()
     assert (left.keys, left.is_removed) == ([key_of(3)], True), "the end leaves before the start"
 
 
-def test_rows_of_a_finished_job_can_be_used_for_other_blocks(worlds: list[World]) -> None:
-    worlds.append(world := World(memory(8), num_rows=2))
+def test_rows_of_a_finished_job_can_be_used_for_other_blocks(harnesss: list[Harness]) -> None:
+    harnesss.append(harness := Harness(memory(8), num_rows=2))
     for first in range(0, 8, 2):
-        world.store(first, first + 1)
+        harness.store(first, first + 1)
     for first in range(0, 8, 2):
-        assert world.load(first, first + 1) == [first, first + 1]
+        assert harness.load(first, first + 1) == [first, first + 1]
 
 
 # -- the end ---------------------------------------------------------------------------------------
@@ -156,12 +158,12 @@ def test_rows_of_a_finished_job_can_be_used_for_other_blocks(worlds: list[World]
 def test_queued_stores_are_finished_before_the_end() -> None:
     stored_blocks = StoredBlocks()
     tier = memory(8, stored_blocks)
-    world = World(tier)
+    harness = Harness(tier)
     tier.open_writes.clear()
     for number in range(4):
-        world.submit(False, [number])
+        harness.submit(False, [number])
     tier.open_writes.set()
-    world.slab.close()
+    harness.slab.close()
     assert tier.closed
     assert len(stored_blocks.blocks) == 4
 
@@ -170,10 +172,10 @@ def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.Mo
     monkeypatch.setattr("kvtier.cache.storage_only.CLOSE_WAIT_S", 0.01)
     stored_blocks = StoredBlocks()
     tier = memory(8, stored_blocks)
-    world = World(tier)
+    harness = Harness(tier)
     tier.open_writes.clear()
     for number in range(4):
-        world.submit(False, [number])
+        harness.submit(False, [number])
     assert tier.is_writing.wait(60)
     close = LocalMover.close
 
@@ -183,7 +185,7 @@ def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.Mo
         return hanging
 
     monkeypatch.setattr(LocalMover, "close", let_go)
-    world.slab.close()
+    harness.slab.close()
     assert tier.closed
     assert len(stored_blocks.blocks) == 1, "the one that was under way"
 
@@ -192,13 +194,13 @@ def test_write_that_does_not_end_keeps_the_memory_in_use(monkeypatch: pytest.Mon
     monkeypatch.setattr("kvtier.cache.storage_only.CLOSE_WAIT_S", 0.01)
     monkeypatch.setattr("kvtier.cache.storage_only.END_WAIT_S", 0.01)
     tier = memory(8)
-    world = World(tier)
+    harness = Harness(tier)
     tier.open_writes.clear()
-    world.submit(False, [1])
+    harness.submit(False, [1])
     assert tier.is_writing.wait(60)
     with pytest.raises(TierError, match="takes over"):
-        world.slab.close()
+        harness.slab.close()
     assert not tier.closed
     tier.open_writes.set()
-    world.slab.close()
+    harness.slab.close()
     assert tier.closed

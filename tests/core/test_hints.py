@@ -12,82 +12,82 @@ import pytest
 from kvtier.core.hints import MAX_ACTIONS, MAX_BACK_S, MAX_TTL_S, Hint, Retain, parse_kv_hints
 from kvtier.core.keys import token_labels
 from kvtier.core.types import HOST
-from tests.cache.tokens.world import BLOCK_SIZE, NS, World
+from tests.cache.tokens.harness import BLOCK_SIZE, NS, Harness
 
 TALK, OTHER = [1] * 8, [2] * 8
 HOSTILE = b"hostile"
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def harness() -> Iterator[Harness]:
     """One tenant may raise four blocks of its host tier."""
-    made = World(device_blocks=10, host_blocks=16)
+    made = Harness(device_blocks=10, host_blocks=16)
     yield made
     made.close()
 
 
-def hint(world: World, tokens: list[int], hint: Hint) -> None:
-    world.cache.hint(NS, token_labels(tokens, BLOCK_SIZE), hint)
-    world.check()
+def hint(harness: Harness, tokens: list[int], hint: Hint) -> None:
+    harness.cache.hint(NS, token_labels(tokens, BLOCK_SIZE), hint)
+    harness.check()
 
 
-def wait(world: World, tokens: list[int], is_waiting: bool) -> None:
-    world.cache.wait(NS, token_labels(tokens, BLOCK_SIZE), is_waiting)
-    world.check()
+def wait(harness: Harness, tokens: list[int], is_waiting: bool) -> None:
+    harness.cache.wait(NS, token_labels(tokens, BLOCK_SIZE), is_waiting)
+    harness.check()
 
 
 def test_hints_of_clients_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(device_blocks=10, host_blocks=16)
-    config = replace(world.cache.config, client_hints="off")  # type: ignore[arg-type]
-    monkeypatch.setattr(world.cache, "config", config)
+    harness = Harness(device_blocks=10, host_blocks=16)
+    config = replace(harness.cache.config, client_hints="off")  # type: ignore[arg-type]
+    monkeypatch.setattr(harness.cache, "config", config)
     for token in (1, 2):
-        world.serve([token] * 8)
-    hint(world, TALK, Hint(retain=(Retain(100),), back_in_s=60))
-    wait(world, OTHER, True)
-    flood(world)
-    assert world.matched(TALK) == []
-    assert world.matched(OTHER) == [HOST] * 4, "what the engine knows counts"
-    wait(world, OTHER, False)
-    world.close()
+        harness.serve([token] * 8)
+    hint(harness, TALK, Hint(retain=(Retain(100),), back_in_s=60))
+    wait(harness, OTHER, True)
+    flood(harness)
+    assert harness.matched(TALK) == []
+    assert harness.matched(OTHER) == [HOST] * 4, "what the engine knows counts"
+    wait(harness, OTHER, False)
+    harness.close()
 
 
 @pytest.mark.parametrize("policy", ["runs", "lru"])
 def test_a_hostile_client_leaves_others_their_hits(policy: str) -> None:
     """It marks all its prompts with the highest priority for a day, and sends new ones for ever."""
-    world = World(device_blocks=10, host_blocks=60, eviction_policy=policy)
+    harness = Harness(device_blocks=10, host_blocks=60, eviction_policy=policy)
     theirs = [[token] * 8 for token in range(1, 5)]
     num_found = 0
     for step in range(60):
         if step >= 20:
             flood = [1000 + step] * 8
-            world.serve(flood)
-            hint(world, flood, Hint(retain=(Retain(100, ttl_s=MAX_TTL_S),), back_in_s=MAX_BACK_S))
-        world.lose_the_device()
-        num_found += len(world.matched(theirs[step % 4])) * (step >= 40)
-        world.serve(theirs[step % 4])
+            harness.serve(flood)
+            hint(harness, flood, Hint(retain=(Retain(100, ttl_s=MAX_TTL_S),), back_in_s=MAX_BACK_S))
+        harness.lose_the_device()
+        num_found += len(harness.matched(theirs[step % 4])) * (step >= 40)
+        harness.serve(theirs[step % 4])
     assert num_found >= 0.95 * 4 * 20
-    world.close()
+    harness.close()
 
 
-def test_what_one_tenant_raises_is_bounded(world: World) -> None:
+def test_what_one_tenant_raises_is_bounded(harness: Harness) -> None:
     """A hostile one marks all that it asks for; what others use stays."""
     for token in (3, 4, 5):
-        world.serve([token] * 8, HOSTILE)
+        harness.serve([token] * 8, HOSTILE)
         said = Hint(retain=(Retain(100, ttl_s=MAX_TTL_S),), back_in_s=MAX_BACK_S)
-        world.cache.hint(HOSTILE, token_labels([token] * 8, BLOCK_SIZE), said)
-        world.check()
-    world.serve(TALK)
-    hint(world, TALK, Hint(retain=(Retain(60),)))
-    flood(world)
-    assert world.matched(TALK) == [HOST] * 4, "another tenant has a share of its own"
-    assert world.matched([3] * 8, HOSTILE) == [HOST] * 4, "so far its words are followed"
-    assert world.matched([4] * 8, HOSTILE) == world.matched([5] * 8, HOSTILE) == []
+        harness.cache.hint(HOSTILE, token_labels([token] * 8, BLOCK_SIZE), said)
+        harness.check()
+    harness.serve(TALK)
+    hint(harness, TALK, Hint(retain=(Retain(60),)))
+    flood(harness)
+    assert harness.matched(TALK) == [HOST] * 4, "another tenant has a share of its own"
+    assert harness.matched([3] * 8, HOSTILE) == [HOST] * 4, "so far its words are followed"
+    assert harness.matched([4] * 8, HOSTILE) == harness.matched([5] * 8, HOSTILE) == []
 
 
-def flood(world: World, first: int = 10, num_prompts: int = 10) -> None:
+def flood(harness: Harness, first: int = 10, num_prompts: int = 10) -> None:
     for token in range(first, first + num_prompts):
-        world.serve([token] * 8)
-    world.lose_the_device()
+        harness.serve([token] * 8)
+    harness.lose_the_device()
 
 
 @pytest.mark.parametrize(
@@ -102,92 +102,92 @@ def flood(world: World, first: int = 10, num_prompts: int = 10) -> None:
     ids=["nothing", "back", "priority", "short", "usual"],
 )
 def test_after_a_flood_a_conversation_is_there_if_somebody_said_so(
-    world: World, said: Hint | None, is_there: bool
+    harness: Harness, said: Hint | None, is_there: bool
 ) -> None:
-    world.serve(TALK)
+    harness.serve(TALK)
     if said is not None:
-        hint(world, TALK, said)
-    flood(world)
-    assert world.matched(TALK) == ([HOST] * 4 if is_there else [])
+        hint(harness, TALK, said)
+    flood(harness)
+    assert harness.matched(TALK) == ([HOST] * 4 if is_there else [])
 
 
-def test_only_the_tokens_that_were_named_stay(world: World) -> None:
-    world.serve(TALK)
-    hint(world, TALK, Hint(retain=(Retain(90, last_token=3),)))
-    flood(world)
-    assert world.matched(TALK) == [HOST] * 2
+def test_only_the_tokens_that_were_named_stay(harness: Harness) -> None:
+    harness.serve(TALK)
+    hint(harness, TALK, Hint(retain=(Retain(90, last_token=3),)))
+    flood(harness)
+    assert harness.matched(TALK) == [HOST] * 2
 
 
-def test_a_conversation_that_is_late_is_as_any_other(world: World) -> None:
-    world.serve(TALK)
-    hint(world, TALK, Hint(back_in_s=10))
-    world.clock.now += 21
-    flood(world)
-    assert world.matched(TALK) == []
+def test_a_conversation_that_is_late_is_as_any_other(harness: Harness) -> None:
+    harness.serve(TALK)
+    hint(harness, TALK, Hint(back_in_s=10))
+    harness.clock.now += 21
+    flood(harness)
+    assert harness.matched(TALK) == []
 
 
 def test_an_ended_session_leaves_first_but_for_what_others_have() -> None:
-    world = World(device_blocks=10, host_blocks=12)
+    harness = Harness(device_blocks=10, host_blocks=12)
     ended = [7, 7, 7, 7, 1, 1, 1, 1]
-    world.serve(OTHER)
-    world.serve([7, 7, 7, 7, 2, 2, 2, 2])
-    world.serve(ended)
-    hint(world, ended, Hint(ended=True))
-    world.serve([9] * 8)  # there is room for two of its blocks
-    world.lose_the_device()
-    assert world.matched(ended) == [HOST] * 2
-    assert world.matched(OTHER) == [HOST] * 4
-    assert world.matched([7, 7, 7, 7, 2, 2, 2, 2]) == [HOST] * 4
-    world.close()
+    harness.serve(OTHER)
+    harness.serve([7, 7, 7, 7, 2, 2, 2, 2])
+    harness.serve(ended)
+    hint(harness, ended, Hint(ended=True))
+    harness.serve([9] * 8)  # there is room for two of its blocks
+    harness.lose_the_device()
+    assert harness.matched(ended) == [HOST] * 2
+    assert harness.matched(OTHER) == [HOST] * 4
+    assert harness.matched([7, 7, 7, 7, 2, 2, 2, 2]) == [HOST] * 4
+    harness.close()
 
 
-def test_what_waits_is_there_when_its_turn_comes_and_not_for_ever(world: World) -> None:
-    world.serve(TALK)
+def test_what_waits_is_there_when_its_turn_comes_and_not_for_ever(harness: Harness) -> None:
+    harness.serve(TALK)
     for _ in range(3):
-        wait(world, TALK, True)
-    flood(world)
-    assert world.matched(TALK) == [HOST] * 4
+        wait(harness, TALK, True)
+    flood(harness)
+    assert harness.matched(TALK) == [HOST] * 4
     for _ in range(2):
-        wait(world, TALK, False)
-    flood(world, 30)
-    assert world.matched(TALK) == [HOST] * 4
-    wait(world, TALK, False)
-    flood(world, 50)
-    assert world.matched(TALK) == []
+        wait(harness, TALK, False)
+    flood(harness, 30)
+    assert harness.matched(TALK) == [HOST] * 4
+    wait(harness, TALK, False)
+    flood(harness, 50)
+    assert harness.matched(TALK) == []
 
 
-def test_a_tier_half_full_of_what_must_not_leave_takes_others(world: World) -> None:
+def test_a_tier_half_full_of_what_must_not_leave_takes_others(harness: Harness) -> None:
     for token in (1, 2, 3):
         tenant = bytes([token])
-        world.serve([token] * 8, tenant)
+        harness.serve([token] * 8, tenant)
         said = Hint(retain=(Retain(100, ttl_s=MAX_TTL_S),))
-        world.cache.hint(tenant, token_labels([token] * 8, BLOCK_SIZE), said)
-    flood(world)
-    found = [len(world.matched([token] * 8, bytes([token]))) for token in (1, 2, 3)]
+        harness.cache.hint(tenant, token_labels([token] * 8, BLOCK_SIZE), said)
+    flood(harness)
+    found = [len(harness.matched([token] * 8, bytes([token]))) for token in (1, 2, 3)]
     assert found == [4, 4, 0], "of all tenants together half of the tier"
-    world.clock.now += MAX_TTL_S
-    flood(world, 30)
-    assert world.matched([39] * 8) == [HOST] * 4
+    harness.clock.now += MAX_TTL_S
+    flood(harness, 30)
+    assert harness.matched([39] * 8) == [HOST] * 4
 
 
 def test_many_that_wait_cost_nothing_in_between(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of the engine does not go through those that wait."""
-    world.serve(TALK)
+    harness.serve(TALK)
     calls = 0
-    retain = world.cache._index.retain
+    retain = harness.cache._index.retain
 
     def counted(*arguments: Any) -> None:
         nonlocal calls
         calls += 1
         retain(*arguments)
 
-    monkeypatch.setattr(world.cache._index, "retain", counted)
+    monkeypatch.setattr(harness.cache._index, "retain", counted)
     for _ in range(500):
-        wait(world, TALK, True)
-    world.serve(OTHER)
-    world.cache.poll()
+        wait(harness, TALK, True)
+    harness.serve(OTHER)
+    harness.cache.poll()
     assert calls == 500
 
 

@@ -10,8 +10,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvtier.devices import Device, Memory
 from kvtier.testing import FaultyDevice
+from tests.cache.tokens.harness import A, Harness
 from tests.cache.tokens.test_cache_machine import CacheMachine, StorageMachine, WriteBackMachine
-from tests.cache.tokens.world import A, World
 from tests.devices.drivers import make_device
 from tests.kit.fakes.fake import Fake
 
@@ -19,7 +19,7 @@ STEPS = settings(stateful_step_count=40, max_examples=max(12, settings.default.m
 
 
 class Gated(FaultyDevice):
-    """Page-locks when the world's own device grants it, and only then for real."""
+    """Page-locks when the harness's own device grants it, and only then for real."""
 
     def __init__(self, gate: Device, device: Device) -> None:
         super().__init__(device)
@@ -35,9 +35,9 @@ class Gated(FaultyDevice):
 
 @pytest.fixture
 def fake(variant: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
-    """A new machine for every world; the pool is in its device's memory."""
+    """A new machine for every harness; the pool is in its device's memory."""
     fake = Fake(variant)
-    num_worlds = 0
+    num_harnesss = 0
 
     def note() -> None:
         assert fake.violations == []
@@ -45,14 +45,14 @@ def fake(variant: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         assert fake.count("synchronous_copies") == 0, "host memory is page-locked"
 
     def choose_device(cpu: Device, pool: Memory) -> Device:
-        nonlocal num_worlds
+        nonlocal num_harnesss
         note()
-        num_worlds += 1
-        fake.reset(num_worlds, late_reads=True, max_delay_us=30 * (num_worlds % 2))
+        num_harnesss += 1
+        fake.reset(num_harnesss, late_reads=True, max_delay_us=30 * (num_harnesss % 2))
         fake.adopt(pool.address, pool.nbytes)
         return Gated(cpu, make_device(fake))
 
-    monkeypatch.setattr(World, "choose_device", staticmethod(choose_device))
+    monkeypatch.setattr(Harness, "choose_device", staticmethod(choose_device))
     yield fake
     note()
 
@@ -60,10 +60,10 @@ def fake(variant: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 @pytest.mark.parametrize("variant", ["cuda122", "cuda130", "cann83", "cann91", "hip72"])
 @pytest.mark.parametrize("machine", [CacheMachine, StorageMachine, WriteBackMachine])
 def test_nothing_is_wrong_or_lost_whatever_happens(fake: Fake, machine: type[CacheMachine]) -> None:
-    world = World(machine.policy)
-    world.serve(A)
-    world.lose_the_device()
-    world.serve(A)
-    world.close()
+    harness = Harness(machine.policy)
+    harness.serve(A)
+    harness.lose_the_device()
+    harness.serve(A)
+    harness.close()
     assert fake.count("copies") >= 2, "down and up: a cache that copies does so by this driver"
     run_state_machine_as_test(machine, settings=STEPS)

@@ -116,17 +116,17 @@ from pathlib import Path
 from kvtier.cache.tokens import Cache
 from kvtier.core.config import CacheConfig
 from kvtier.core.types import DEVICE, DISK, HOST
-from tests.cache.tokens.world import GROUP, World
+from tests.cache.tokens.harness import GROUP, Harness
 
 LONG, NS = [*[1] * 8, 9], b"n" * 32
 folder = Path(sys.argv[1])
 SLOTS = {"host_capacity": 20 * GROUP.bytes_per_block, "strict": True}
 
 
-def make() -> World:
-    # The tests' world, with a cache whose tiers are those that its configuration names.
-    world = World()
-    world.cache.close()
+def make() -> Harness:
+    # The tests' harness, with a cache whose tiers are those that its configuration names.
+    harness = Harness()
+    harness.cache.close()
     config = CacheConfig(
         disk_path=str(folder / "slab"),
         disk_capacity="1MiB",
@@ -136,37 +136,37 @@ def make() -> World:
         encryption_key=sys.argv[3],
         **SLOTS,
     )
-    world.cache = Cache(config, world.device, world.pool, world.clock)
-    assert list(world.cache._tiers) == [DEVICE, HOST, DISK, "files"]
-    return world
+    harness.cache = Cache(config, harness.device, harness.pool, harness.clock)
+    assert list(harness.cache._tiers) == [DEVICE, HOST, DISK, "files"]
+    return harness
 
 
-def serve(world: World) -> dict[str, int]:
-    request = world.start(LONG, NS)
-    world.check_request(request)
-    world.compute(request, 4)
-    world.cache.commit(request.lease, 4)
-    world.release(request)
-    assert world.cache.drain()
-    world.cache.check_invariants()
+def serve(harness: Harness) -> dict[str, int]:
+    request = harness.start(LONG, NS)
+    harness.check_request(request)
+    harness.compute(request, 4)
+    harness.cache.commit(request.lease, 4)
+    harness.release(request)
+    assert harness.cache.drain()
+    harness.cache.check_invariants()
     return request.lease.record.hit_blocks
 
 
-world = make()
-assert serve(world) == {}
-assert (world.held(DISK), world.held("files")) == (4, 4)
+harness = make()
+assert serve(harness) == {}
+assert (harness.held(DISK), harness.held("files")) == (4, 4)
 assert len(list((folder / "files").glob("*/*/*.kv"))) == 4
 for tier in (DEVICE, HOST, DISK):
-    world.cache.clear(tier)
-assert world.matched(LONG, NS) == ["files"] * 4
-assert serve(world) == {"files": 4}, "a hit does not cross the disk"
-world.cache.close()
+    harness.cache.clear(tier)
+assert harness.matched(LONG, NS) == ["files"] * 4
+assert serve(harness) == {"files": 4}, "a hit does not cross the disk"
+harness.cache.close()
 
 for path in (folder / "slab").iterdir():
     path.unlink()
-world = make()
-assert serve(world) == {"files": 4}, "the next process finds them"
-world.cache.close()
+harness = make()
+assert serve(harness) == {"files": 4}, "the next process finds them"
+harness.cache.close()
 print("served")
 """
 
@@ -204,14 +204,14 @@ def test_storage_that_cant_be_used_is_told_in_one_sentence(
         from kvtier.cache.tokens import Cache
         from kvtier.core.config import CacheConfig
         from kvtier.core.errors import ConfigError
-        from tests.cache.tokens.world import World
+        from tests.cache.tokens.harness import Harness
 
-        world = World()
+        harness = Harness()
         config = CacheConfig(
             host_capacity="1MiB", storage={tuple(storage)!r}, storage_capacity={capacity!r}
         )
         try:
-            Cache(config, world.device, world.pool)
+            Cache(config, harness.device, harness.pool)
         except ConfigError as error:
             print(error)
         """

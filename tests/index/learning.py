@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from kvtier.core.hints import END, Said, Word
+from kvtier.core.hints import END, BlockHint, HintKind
 from kvtier.core.types import DEVICE, HOST, BlockId, Label, Slot
 from kvtier.index import State
 from kvtier.index.native_index import NativeIndex
@@ -141,16 +141,16 @@ class LearningRules(RuleBasedStateMachine):
 
     @rule(
         prompt=some_prompts,
-        word=st.sampled_from(Word),
+        word=st.sampled_from(HintKind),
         level=st.sampled_from([0, 50, 90]),
         first=st.integers(0, 3),
         length=st.sampled_from([1, 2, END - 3]),
         lasts=st.sampled_from([0, 5, 100]),
     )
     def retain(
-        self, prompt: Any, word: Word, level: int, first: int, length: int, lasts: int
+        self, prompt: Any, word: HintKind, level: int, first: int, length: int, lasts: int
     ) -> None:
-        said = Said(word, level, first, first + length, float(self.now + lasts))
+        said = BlockHint(word, level, first, first + length, float(self.now + lasts))
         self.index.retain(*self.named(prompt), said, float(self.now))
 
     @rule(at_blocks=st.sampled_from([0.0, 2.0, 64.0]))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtier.core import hot
-from kvtier.core.hints import END, Said, Word
+from kvtier.core.hints import END, BlockHint, HintKind
 from kvtier.core.types import HOST
 from kvtier.index.policies.replayed import RUNS
 from tests.index.indexes import LEARNING
@@ -59,7 +59,10 @@ def test_what_is_waited_for_stays_and_an_ended_session_leaves_first(make: Make) 
     host = make(RUNS, 12)
     for number in (1, 2, 3):
         host.request(behind_one(number), float(number))
-    waits, ended = Said(Word.WAITS, 0, 0, END, 100.0), Said(Word.ENDED, 0, 0, END, 100.0)
+    waits, ended = (
+        BlockHint(HintKind.WAITS, 0, 0, END, 100.0),
+        BlockHint(HintKind.ENDED, 0, 0, END, 100.0),
+    )
     host.index.retain(*host.path(behind_one(1)), waits, 3.0)
     host.index.retain(*host.path(behind_one(3)), ended, 3.0)
     second, third = host.blocks(behind_one(2)), host.blocks(behind_one(3))
@@ -71,7 +74,7 @@ def test_what_has_a_priority_stays_for_its_time(make: Make) -> None:
     host = make(RUNS, 8)
     for number in (1, 2):
         host.request(prompt(number, 4), 4.0 * (number - 1))
-    host.index.retain(*host.path(prompt(1, 4)), Said(Word.KEEP, 90, 0, 2, 60.0), 4.0)
+    host.index.retain(*host.path(prompt(1, 4)), BlockHint(HintKind.KEEP, 90, 0, 2, 60.0), 4.0)
     first, second = host.blocks(prompt(1, 4)), host.blocks(prompt(2, 4))
     assert host.evict(6) == [*first[3:1:-1], *second[::-1]]
     host.request(prompt(2, 2), 60.0)
@@ -82,8 +85,12 @@ def test_what_has_a_priority_stays_for_its_time(make: Make) -> None:
 def test_of_a_bad_word_nothing_is_taken(make: Make) -> None:
     host = make(RUNS, 8)
     path = host.path(prompt(1, 1))
-    for said in (Said(9, 0, 0, 1, 1.0), Said(0, 200, 0, 1, 1.0), Said(0, 0, 2, 1, 1.0)):
+    for said in (
+        BlockHint(9, 0, 0, 1, 1.0),
+        BlockHint(0, 200, 0, 1, 1.0),
+        BlockHint(0, 0, 2, 1, 1.0),
+    ):
         with pytest.raises(ValueError, match="is not in|no places"):
             host.index.retain(*path, said, 1.0)
     with pytest.raises(ValueError, match="finite number of seconds"):
-        host.index.retain(*path, Said(0, 0, 0, 1, float("nan")), 1.0)
+        host.index.retain(*path, BlockHint(0, 0, 0, 1, float("nan")), 1.0)

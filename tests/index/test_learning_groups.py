@@ -23,7 +23,7 @@ from kvtier.core.types import DISK, HOST, BlockId, Slot
 from kvtier.index import KeyIndex, make_key_index
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.policies.replayed import LRU, RUNS
-from kvtier.tiers import DistantRoom, Room
+from kvtier.tiers import DistantAllocator, SlotAllocator
 from tests.index.indexes import LEARNING
 from tests.index.policies.live_tier import names
 from tests.index.policies.traffic import TRAFFIC
@@ -138,9 +138,9 @@ class Groups:
         self.groups = [bytes([number]) for number in range(1 + len(windows))]
         self.windows = [None, *windows]
         num_slots = num_places * len(self.groups)
-        host = DistantRoom(num_slots)
+        host = DistantAllocator(num_slots)
         host.open(num_slots)
-        rooms: dict[str, Room] = {HOST: host}
+        rooms: dict[str, SlotAllocator] = {HOST: host}
         index = make_key_index({HOST: policy}, lambda: NS, int(len(windows) > 0))
         self.index = index
         mover = RankMover({}, 1, 1, 1, 0.0, lambda: self.now_s)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.index import KeyIndex, PromptIndex
-from kvtier.tiers import Room
+from kvtier.tiers import SlotAllocator
 
 OURS = ("kvtier.", "tests.")
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, type, ModuleType)
@@ -62,7 +62,7 @@ def _of_cell(cell: CellType) -> list[object]:
 PARTS: Mapping[type, Callable[[Any], Any]] = {
     KeyIndex: lambda index: [repr(index.known()), *(list(index.order(t)) for t in index.tiers)],
     PromptIndex: lambda index: index.nodes(),
-    Room: lambda room: [room.num_used, room.num_open, room.num_free],
+    SlotAllocator: lambda room: [room.num_used, room.num_open, room.num_free],
     dict: lambda found: [part for pair in found.items() for part in pair],
     set: lambda found: sorted(found, key=repr),
     frozenset: lambda found: sorted(found, key=repr),

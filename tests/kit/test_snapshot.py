@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.core.types import HOST
 from kvtier.observe.specs import REFUSED_BLOCKS
-from tests.cache.keyed_world import KEYS, Engine
+from tests.cache.keyed_harness import KEYS, Engine
 from tests.kit.snapshot import snapshot
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from kvtier.node.server.engines import Holdings
 from kvtier.node.server.records import FOLDER
-from tests.node.test_takeover import NUM, World
-from tests.node.world import BLOCK, keys
+from tests.node.harness import BLOCK, keys
+from tests.node.test_takeover import NUM, Harness
 
 STORED = range(20)
 RESERVED = (100, 101, 102)
@@ -22,7 +22,7 @@ AFTERWARDS = range(200, 200 + NUM)
 class StoppedEngine:
     """An engine that has reserved slots of a node, and fills them when it is resumed."""
 
-    def __init__(self, here: World) -> None:
+    def __init__(self, here: Harness) -> None:
         users = here.node.memory.records.users
         user = users.enter("stopped")
         fd = users.open_memory(users.add_client(user, os.getpid()))
@@ -33,7 +33,7 @@ class StoppedEngine:
         assert reserved is not None
         self.slots = reserved[0].slots
 
-    def is_attached_to(self, here: World) -> bool:
+    def is_attached_to(self, here: Harness) -> bool:
         """Whether a node has the memory that the engine writes to."""
         return os.fstat(here.node.memory.fd).st_ino == self.inode
 
@@ -50,7 +50,7 @@ def survive(folder: Path, damage: Callable[[Path], object]) -> bool:
 
     damage: gets the directory of the memory. Returns whether the memory was taken over.
     """
-    here = World(folder)
+    here = Harness(folder)
     engine = StoppedEngine(here)
     try:
         here.store(*STORED)

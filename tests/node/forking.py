@@ -27,7 +27,7 @@ from kvtier.node.server.node import CacheNode
 from kvtier.node.server.server import NodeServer
 from kvtier.testing.storage_user import NAMESPACE, Scattered, stored_bytes, stored_key
 from kvtier.tiers import Outcome, StorageSite, breaker
-from tests.node.world import config_of
+from tests.node.harness import config_of
 
 BLOCK = 128 << 10
 NUM_SLOTS = 16

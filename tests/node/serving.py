@@ -11,7 +11,7 @@ from pathlib import Path
 from kvtier.devices.cpu import CpuDevice
 from kvtier.node.server.node import CacheNode
 from kvtier.node.server.server import NodeServer
-from tests.node.world import config_of
+from tests.node.harness import config_of
 
 
 async def serve(server: NodeServer) -> None:

@@ -25,7 +25,7 @@ from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageSite
 from kvtier.tiers.breaker import BreakerState
-from tests.node.world import (
+from tests.node.harness import (
     BLOCK,
     SCOPE,
     LocalNode,

@@ -8,7 +8,7 @@ import pytest
 
 from tests.kit.nodes import running
 from tests.kit.servers import ValkeyServer, has_valkey
-from tests.node.control_world import BLOCK_BYTES, BareEngine, until
+from tests.node.control_harness import BLOCK_BYTES, BareEngine, until
 from tests.node.test_control_delete import stored
 
 

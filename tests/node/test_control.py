@@ -21,12 +21,12 @@ from kvtier import __version__
 from kvtier.core.errors import CacheError, ConfigError
 from kvtier.node.config import NodeConfig, control_socket, parse_quotas
 from kvtier.node.server import http
-from kvtier.node.server.http import MOST_BODY_BYTES
+from kvtier.node.server.http import MAX_BODY_BYTES
 from kvtier.node.wire import protocol
-from kvtier.node.wire.protocol import MEMORY, MOST_KEYS
+from kvtier.node.wire.protocol import MAX_KEYS, MEMORY
 from kvtier.tools.cli import app
 from tests.kit.nodes import SEGMENT_BYTES, NodeProcess, running
-from tests.node.control_world import BLOCK_BYTES, BareEngine, hexed, key, until
+from tests.node.control_harness import BLOCK_BYTES, BareEngine, hexed, key, until
 
 PER_SEGMENT = SEGMENT_BYTES // BLOCK_BYTES
 
@@ -280,10 +280,10 @@ def test_accepting_without_a_descriptor_fails_seldom(node: NodeProcess) -> None:
 def test_long_body_and_many_keys_are_refused_in_one_sentence(shared: NodeProcess) -> None:
     with BareEngine(shared) as engine:
         engine.store(1)
-    with pytest.raises(CacheError, match=f"has more than {MOST_BODY_BYTES} bytes"):
-        shared.control.post("/delete", keys=["00" * MOST_BODY_BYTES])
-    with pytest.raises(CacheError, match=f"name at most {MOST_KEYS} at a time"):
-        shared.control.post("/lookup", keys=["00"] * (MOST_KEYS + 1))
+    with pytest.raises(CacheError, match=f"has more than {MAX_BODY_BYTES} bytes"):
+        shared.control.post("/delete", keys=["00" * MAX_BODY_BYTES])
+    with pytest.raises(CacheError, match=f"name at most {MAX_KEYS} at a time"):
+        shared.control.post("/lookup", keys=["00"] * (MAX_KEYS + 1))
 
 
 def test_body_that_does_not_arrive_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from kvtier.node.wire import protocol
 from kvtier.node.wire.protocol import ABSENT, ARRIVING, MEMORY, MISSING, STORAGE
 from tests.kit.nodes import NodeProcess, running
 from tests.kit.servers import ValkeyServer
-from tests.node.control_world import BLOCK_BYTES, BareEngine, hexed, key, until
+from tests.node.control_harness import BLOCK_BYTES, BareEngine, hexed, key, until
 
 
 @pytest.fixture

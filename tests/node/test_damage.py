@@ -19,7 +19,7 @@ from kvtier.node.server import records
 from kvtier.node.server.records import FOLDER, HEADER, SEGMENTS
 from kvtier.node.server.users import SlotUsers
 from tests.node.damaging import DAMAGES, survive
-from tests.node.test_takeover import NUM, world
+from tests.node.test_takeover import NUM, harness
 
 LOST = "the blocks in memory of the previous node are lost"
 FILES = ("lock", "memory", "header", "segments", "engine", "generations", "slots")
@@ -75,7 +75,7 @@ def test_segment_without_a_tag_is_noticed(tmp_path: Path) -> None:
 
 def test_record_of_before_never_counts_again_if_generations_were_lost(tmp_path: Path) -> None:
     """A slot whose generation begins anew would reach that of a deleted block's record."""
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         (slot,) = here.store(1)
         here.seal()
         before = int(here.partition.tier.generations[slot])
@@ -98,7 +98,7 @@ def test_record_of_before_never_counts_again_if_generations_were_lost(tmp_path: 
 def test_memory_of_another_node_is_not_taken_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], reason: str | None
 ) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         here.store(1)
         here.seal()
         path = here.node.config.directory / FOLDER / HEADER
@@ -114,7 +114,7 @@ def test_memory_of_the_format_before_is_lost_in_one_sentence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its header and engines have no checksum."""
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         here.store(1)
         here.seal()
         path = here.node.config.directory / FOLDER / HEADER
@@ -127,7 +127,7 @@ def test_memory_of_the_format_before_is_lost_in_one_sentence(
 
 
 def test_another_file_in_place_of_the_memory_is_not_taken_over(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         here.store(1)
         here.seal()
         memory = here.node.config.directory / "memory"
@@ -147,7 +147,7 @@ def full(*args: object) -> None:
 def test_memory_is_taken_over_in_a_full_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         here.store(1)
         here.seal()
         with monkeypatch.context() as patch:
@@ -160,7 +160,7 @@ def test_new_memory_is_made_if_the_old_can_not_be_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The old one takes the space that the new one needs."""
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         here.store(1)
         here.seal()
         here.options = {"disk_path": str(tmp_path / "disk")}
@@ -185,5 +185,5 @@ def test_full_file_system_without_memory_is_one_sentence(
 ) -> None:
     monkeypatch.setattr(records, "replace_checked_file", full)
     with pytest.raises(ConfigError, match=r"memory_path: .*No space left on device.*enlarge it"):
-        world(tmp_path).__enter__()
+        harness(tmp_path).__enter__()
     assert not (tmp_path / "memory" / "memory").exists(), "it keeps no memory"

@@ -20,7 +20,7 @@ from kvtier.node.server.node import CacheNode
 from kvtier.node.server.partition import Partition
 from kvtier.node.server.partition_key import PartitionKey
 from kvtier.tiers import StorageTier
-from tests.node.world import BLOCK, SEGMENT, config_of, keys
+from tests.node.harness import BLOCK, SEGMENT, config_of, keys
 
 MIB = 1 << 20
 
@@ -139,7 +139,7 @@ def test_slab_that_can_not_be_read_stops_no_node(tmp_path: Path) -> None:
 def test_partition_that_is_refused_takes_no_disk_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, sentence: str
 ) -> None:
-    monkeypatch.setattr(memory, "MOST_SLOTS", 1 << 19)
+    monkeypatch.setattr(memory, "MAX_SLOTS", 1 << 19)
     with node_with(tmp_path) as node:
         with pytest.raises(ConfigError, match=sentence):
             node.partition(PartitionKey("a", bytes(32), block_bytes, 8))

@@ -19,7 +19,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.node.config import TenantQuota, parse_tenant_users
 from kvtier.node.server import registry
 from kvtier.node.wire import protocol
-from tests.node.world import Bare, LocalNode, bare, keys, local_node, wait_until
+from tests.node.harness import Bare, LocalNode, bare, keys, local_node, wait_until
 
 SOME = keys(1, 2, 3)
 
@@ -45,7 +45,7 @@ def places(engine: Bare, partition: int, some: bytes) -> list[int]:
 
 HOLDER = """
 import os, socket, sys
-from tests.node.world import Bare, keys
+from tests.node.harness import Bare, keys
 from kvtier.node.wire import protocol
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -318,7 +318,7 @@ def test_connection_that_never_attaches_is_closed(
 def test_connections_of_a_process_are_bounded(
     node: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(registry, "MAX_CONNECTIONS", 3)
     connections = [Bare(node.config.socket) for _ in range(3)]
     for connection in connections:
         assert isinstance(connection.attach(), protocol.AttachAnswer)
@@ -336,7 +336,7 @@ def test_clients_that_a_process_left_without_a_goodbye_are_bounded(
     node: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each such client costs the node a descriptor until the process ends."""
-    monkeypatch.setattr(registry, "MOST_CLIENTS", 4)
+    monkeypatch.setattr(registry, "MAX_CLIENTS", 4)
     with holder(node):
         for number in range(4):
             with bare(node.config.socket) as left:
@@ -379,7 +379,7 @@ def test_wait_of_a_lost_connection_is_forgotten(node: LocalNode) -> None:
 
 
 def test_requests_that_wait_are_bounded(node: LocalNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.node.server.connection.MOST_WAITING", 10)
+    monkeypatch.setattr("kvtier.node.server.connection.MAX_WAITING", 10)
     with bare(node.config.socket) as writer, bare(node.config.socket) as reader:
         partition = writer.enter("writer")
         writer.ask(protocol.ReserveRequest(3, partition, SOME))
@@ -435,7 +435,7 @@ ATTACH = """
 import os, sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from tests.node.world import Bare
+from tests.node.harness import Bare
 os.setgid(int(sys.argv[2]))
 os.setuid(int(sys.argv[2]))
 for tenant in ["", "a", "b", "c"]:

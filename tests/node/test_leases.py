@@ -34,7 +34,15 @@ from kvtier.node.wire.protocol import (
     unpack,
 )
 from kvtier.node.wire.protocol import frame as frame_of
-from tests.node.world import BLOCK, PATIENCE_S, SCOPE, LocalNode, config_of, local_node, wait_until
+from tests.node.harness import (
+    BLOCK,
+    PATIENCE_S,
+    SCOPE,
+    LocalNode,
+    config_of,
+    local_node,
+    wait_until,
+)
 
 KEYS = [bytes([number]) * 8 for number in range(6)]
 

@@ -21,7 +21,7 @@ from kvtier.core.types import Slot
 from kvtier.devices.cpu import CpuDevice
 from kvtier.node.server import memory as memory_module
 from kvtier.node.server.memory import NodeMemory, SegmentTier
-from tests.node.world import bare, local_node
+from tests.node.harness import bare, local_node
 
 SEGMENT = 4096
 NUM_SEGMENTS = 6

@@ -18,13 +18,13 @@ from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.node.config import DEFAULT_TENANT, TenantQuota
 from kvtier.node.server import node as node_module
 from kvtier.node.server.engines import Holdings
-from kvtier.node.server.node import LINGER_S, MOST_PARTITIONS_OF_TENANT, SWEEP_S, CacheNode
+from kvtier.node.server.node import LINGER_S, MAX_PARTITIONS_OF_TENANT, SWEEP_S, CacheNode
 from kvtier.node.server.partition import Partition
 from kvtier.node.server.partition_key import PartitionKey
-from kvtier.node.server.pins import MOST_PINS
+from kvtier.node.server.pins import MAX_PINS
 from kvtier.node.server.users import SlotUser
 from kvtier.node.wire.protocol import unpack
-from tests.node.world import BLOCK, SEGMENT, config_of
+from tests.node.harness import BLOCK, SEGMENT, config_of
 
 NUM_SEGMENTS = 16
 USER = SlotUser(1, 0, "engine")
@@ -39,7 +39,7 @@ class Clock:
         return self.now_s
 
 
-class World:
+class Harness:
     def __init__(self, node: CacheNode, clock: Clock) -> None:
         self.node, self.clock = node, clock
 
@@ -61,11 +61,11 @@ class World:
 
 
 @contextmanager
-def world(folder: Path, **quotas: TenantQuota) -> Iterator[World]:
+def harness(folder: Path, **quotas: TenantQuota) -> Iterator[Harness]:
     clock = Clock()
     node = CacheNode(config_of(folder, quotas=quotas), CpuDevice(), clock)
     try:
-        yield World(node, clock)
+        yield Harness(node, clock)
         node.check_invariants()
     finally:
         node.close()
@@ -97,7 +97,7 @@ def use(partition: Partition, *numbers: int) -> None:
 
 
 def test_partition_grows_to_the_whole_memory_before_it_evicts(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         partition = here.partition()
         assert partition.tier.num_segments == 0
         assert fill(partition, *range(64)) == 64
@@ -109,7 +109,7 @@ def test_partition_grows_to_the_whole_memory_before_it_evicts(tmp_path: Path) ->
 
 def test_segments_move_between_block_sizes(tmp_path: Path) -> None:
     """A partition of another block size gets the segments that were not used for longest."""
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         old, new = here.partition(), here.partition(block_bytes=3 * BLOCK // 2)
         fill(old, *range(64))
         here.clock.now_s += 10
@@ -126,7 +126,7 @@ def test_segments_move_between_block_sizes(tmp_path: Path) -> None:
 
 
 def test_partitions_that_are_equally_busy_keep_what_they_have(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         first, second = here.partition(), here.partition("b")
         fill(first, *range(32))
         fill(second, *range(32))
@@ -140,7 +140,7 @@ def test_partitions_that_are_equally_busy_keep_what_they_have(tmp_path: Path) ->
 
 
 def test_segments_move_within_a_tenant_at_its_ceiling(tmp_path: Path) -> None:
-    with world(tmp_path, a=TenantQuota(0, 8 * SEGMENT)) as here:
+    with harness(tmp_path, a=TenantQuota(0, 8 * SEGMENT)) as here:
         old, new, other = (
             here.partition(),
             here.partition(block_bytes=2 * BLOCK),
@@ -163,7 +163,7 @@ def test_policy_knows_the_memory_that_a_partition_has_by_now(tmp_path: Path) -> 
     """A policy that thinks of one slot forgets each request before its blocks are stored."""
     grown = []
     for is_reported in True, False:
-        with world(tmp_path / str(is_reported)) as here:
+        with harness(tmp_path / str(is_reported)) as here:
             partition = here.partition(block_bytes=64)
             sizes = []
             for first in range(0, 8_000, 100):
@@ -179,7 +179,7 @@ def test_policy_knows_the_memory_that_a_partition_has_by_now(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("use", ["leased", "reserved"])
 def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         old, new = here.partition(), here.partition("b")
         held = Holdings(old, USER)
         if use == "leased":
@@ -209,7 +209,7 @@ def test_retired_segment_waits_for_its_last_user(tmp_path: Path, use: str) -> No
 
 
 def test_pins_of_the_same_blocks_are_counted_and_end_one_by_one(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         partition = here.partition()
         fill(partition, 1, 2, 3)
         first = here.node.pin(partition, names(1, 2), 60.0)
@@ -226,11 +226,11 @@ def test_pins_of_the_same_blocks_are_counted_and_end_one_by_one(tmp_path: Path) 
 
 
 def test_a_partition_has_a_limited_number_of_pins(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         partition = here.partition()
         fill(partition, 1)
-        made = [here.node.pin(partition, names(1), 60.0).number for _ in range(MOST_PINS)]
-        with pytest.raises(ControlError, match=f"{MOST_PINS} pins already"):
+        made = [here.node.pin(partition, names(1), 60.0).number for _ in range(MAX_PINS)]
+        with pytest.raises(ControlError, match=f"{MAX_PINS} pins already"):
             here.node.pin(partition, names(1), 60.0)
         assert partition.pins.remove(made[0])
         assert here.node.pin(partition, names(1), 60.0).segment_of
@@ -240,7 +240,7 @@ def test_a_partition_has_a_limited_number_of_pins(tmp_path: Path) -> None:
 
 
 def test_floor_is_kept_free_from_the_start(tmp_path: Path) -> None:
-    with world(tmp_path, b=TenantQuota(4 * SEGMENT)) as here:
+    with harness(tmp_path, b=TenantQuota(4 * SEGMENT)) as here:
         flooding, late = here.partition("a"), here.partition("b")
         fill(flooding, *range(200))
         assert here.num_held("a") == NUM_SEGMENTS - 4
@@ -251,7 +251,7 @@ def test_floor_is_kept_free_from_the_start(tmp_path: Path) -> None:
 def test_ceiling_counts_segments_that_are_still_in_use(tmp_path: Path) -> None:
     """A tenant cannot exceed its ceiling by leasing blocks of segments that it has to return."""
     ceiling = TenantQuota(0, 8 * SEGMENT)
-    with world(tmp_path, a=ceiling) as here:
+    with harness(tmp_path, a=ceiling) as here:
         partition, other = here.partition("a"), here.partition("b")
         fill(partition, *range(32))
         fill(other, *range(32))
@@ -289,7 +289,7 @@ def _reserve(partition: Partition, turn: int) -> object:
 def test_hostile_tenant_leaves_others_their_floor(tmp_path: Path, attack: Attack) -> None:
     """The floor holds before and after the others have used their memory."""
     floor = TenantQuota(4 * SEGMENT)
-    with world(tmp_path, b=floor, c=floor) as here:
+    with harness(tmp_path, b=floor, c=floor) as here:
         hostile, early, late = here.partition("a"), here.partition("b"), here.partition("c")
         assert fill(early, *range(16)) == 16
         for turn in range(1, 20):
@@ -303,7 +303,7 @@ def test_hostile_tenant_leaves_others_their_floor(tmp_path: Path, attack: Attack
 
 def test_tenant_that_holds_what_it_must_give_back_delays_no_other(tmp_path: Path) -> None:
     """Segments still move between the other tenants."""
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         hostile, old, new = here.partition("a"), here.partition("b"), here.partition("c")
         fill(hostile, *range(32))
         hostile.hold(names(*range(32)))
@@ -323,9 +323,9 @@ def test_tenant_that_holds_what_it_must_give_back_delays_no_other(tmp_path: Path
 def test_partitions_of_a_tenant_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_module, "MOST_PARTITIONS_OF_TENANT", 4)
-    assert MOST_PARTITIONS_OF_TENANT > 4
-    with world(tmp_path) as here:
+    monkeypatch.setattr(node_module, "MAX_PARTITIONS_OF_TENANT", 4)
+    assert MAX_PARTITIONS_OF_TENANT > 4
+    with harness(tmp_path) as here:
         for size in range(4):
             here.partition("a", BLOCK + size)
         with pytest.raises(ConfigError, match="has 4 rooms"):
@@ -335,7 +335,7 @@ def test_partitions_of_a_tenant_are_bounded(
 
 
 def test_partition_of_another_tenant_is_not_found(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         number, _ = here.node.partition(PartitionKey("a", b"s", BLOCK, 8))
         assert here.node.partition_of(number, "a") is not None
         assert here.node.partition_of(number, "b") is None
@@ -353,7 +353,7 @@ def test_idle_partitions_are_not_polled(tmp_path: Path, monkeypatch: pytest.Monk
         poll(partition)
 
     monkeypatch.setattr(Partition, "poll", note)
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         for tenant in "abcdefgh":
             here.partition(tenant)
         here.turn(LINGER_S + 0.1, num=2)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvtier.node.wire import protocol
 from kvtier.node.wire.protocol import Frames, FromEngine, ProtocolError
-from tests.node.world import BLOCK, SCOPE, LocalNode, bare, keys, local_node, wait_until
+from tests.node.harness import BLOCK, SCOPE, LocalNode, bare, keys, local_node, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +73,12 @@ def test_long_frame_is_refused_before_it_arrives() -> None:
 
 def test_frame_of_any_length_comes_whole_and_its_memory_is_given_back() -> None:
     frames = Frames()
-    for size in (3, protocol.RECEIVED_AT_ONCE, protocol.MOST_KEPT_BYTES + 1, 5, 70_000):
+    for size in (3, protocol.RECEIVED_AT_ONCE, protocol.MAX_KEPT_BYTES + 1, 5, 70_000):
         content = bytes(number % 251 for number in range(size))
         stream = struct.pack("<I", size) + content
         assert take(frames, stream + stream[:2]) == [content]
         assert take(frames, stream[2:]) == [content]
-    assert len(frames.memory()) <= protocol.MOST_KEPT_BYTES
+    assert len(frames.memory()) <= protocol.MAX_KEPT_BYTES
 
 
 def test_message_comes_back_and_a_newer_field_is_ignored() -> None:
@@ -94,13 +94,13 @@ def test_part_of_a_key_and_too_many_keys_are_refused() -> None:
     with pytest.raises(ProtocolError):
         protocol.split_keys(keys(1)[:-1], 8)
     with pytest.raises(ProtocolError):
-        protocol.split_keys(bytes(protocol.MOST_KEYS + 1), 1)
+        protocol.split_keys(bytes(protocol.MAX_KEYS + 1), 1)
     with pytest.raises(ProtocolError):
         protocol.unpack(bytes(9))
 
 
 def test_largest_message_fits_into_a_frame() -> None:
-    most = bytes(protocol.MOST_KEYS * protocol.MOST_KEY_BYTES)
+    most = bytes(protocol.MAX_KEYS * protocol.MAX_KEY_BYTES)
     frame = protocol.frame(protocol.PromoteRequest(1, 1, most, most))
     assert len(frame) <= protocol.MAX_FRAME_BYTES
 
@@ -144,7 +144,7 @@ def test_first_message_that_is_wrong_ends_the_connection(node: LocalNode, conten
         ),
         lambda partition: protocol.CommitNotice(partition, protocol.pack([1]), protocol.pack([-1])),
         lambda partition: protocol.WatchNotice(partition, 1, b"abc"),
-        lambda partition: protocol.LookupRequest(9, partition, bytes(8 * (protocol.MOST_KEYS + 1))),
+        lambda partition: protocol.LookupRequest(9, partition, bytes(8 * (protocol.MAX_KEYS + 1))),
     ],
     ids=[
         "attach twice",
@@ -253,7 +253,7 @@ _contents = st.one_of(
     st.builds(
         lambda some, num: some * (num // len(some)),
         st.lists(st.integers(0, 90), min_size=1, max_size=90).map(lambda some: keys(*some)),
-        st.sampled_from([8 * protocol.MOST_AT_ONCE + 8, 8 * protocol.MOST_KEYS, 1 << 20]),
+        st.sampled_from([8 * protocol.MAX_AT_ONCE + 8, 8 * protocol.MAX_KEYS, 1 << 20]),
     ),
 )
 
@@ -275,12 +275,12 @@ def _field(name: str, kind: object) -> st.SearchStrategy[object]:
     small = st.integers(0, 5)
     said = st.one_of(
         st.tuples(numbers, numbers, numbers, numbers, st.floats()),
-        st.tuples(small, small, small, st.just(protocol.MOST_KEYS), st.floats(0, 9)),
+        st.tuples(small, small, small, st.just(protocol.MAX_KEYS), st.floats(0, 9)),
     )
     return st.builds(
         lambda some, times: some * times,
         st.lists(said, max_size=3),
-        st.sampled_from([1, 1, protocol.MOST_STATEMENTS // 3, 1000]),
+        st.sampled_from([1, 1, protocol.MAX_STATEMENTS // 3, 1000]),
     )
 
 

@@ -15,7 +15,7 @@ from kvtier.core.types import Slot
 from kvtier.node.client.cache import NodeCache
 from kvtier.node.client.channel import NodeClient
 from kvtier.node.server.reservations import OVERDUE_S, Reservations
-from tests.node.world import BLOCK, SCOPE, LocalNode, local_node, wait_until
+from tests.node.harness import BLOCK, SCOPE, LocalNode, local_node, wait_until
 
 KEYS = [bytes([number]) * 36 for number in range(3)]
 NOWHERE, ARRIVING, MEMORY = BlockState.NOWHERE, BlockState.ARRIVING, BlockState.MEMORY

@@ -19,7 +19,7 @@ from kvtier.node.server.node import CacheNode
 from kvtier.node.server.server import NodeServer, listen
 from kvtier.tools.cli import app
 from tests.kit.nodes import running
-from tests.node.world import (
+from tests.node.harness import (
     PATIENCE_S,
     LocalNode,
     bare,

@@ -13,7 +13,7 @@ from kvtier.node.client.channel import NodeClient
 from kvtier.node.client.tier import NodeTier
 from kvtier.testing import StorageSuite
 from kvtier.tiers import StorageSite, StorageTier
-from tests.node.world import NodeProcess, node_process
+from tests.node.harness import NodeProcess, node_process
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from kvtier.node.server.node import CacheNode
 from kvtier.node.server.partition import Partition
 from kvtier.node.server.partition_key import PartitionKey
 from kvtier.node.wire import protocol
+from tests.node.harness import BLOCK, SCOPE, bare, config_of, keys, node_process, wait_until
 from tests.node.test_engines import store
-from tests.node.world import BLOCK, SCOPE, bare, config_of, keys, node_process, wait_until
 
 NUM = 64
 """Slots of the memory."""
@@ -36,7 +36,7 @@ def content_of(key: bytes) -> bytes:
     return shake_128(key).digest(64) * (BLOCK // 64)
 
 
-class World:
+class Harness:
     """A node in this process that "crashes": it is left as it is, and never closed."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
@@ -109,8 +109,8 @@ class World:
 
 
 @contextmanager
-def world(folder: Path, **options: Any) -> Iterator[World]:
-    made = World(folder, **options)
+def harness(folder: Path, **options: Any) -> Iterator[Harness]:
+    made = Harness(folder, **options)
     try:
         yield made
         made.node.check_invariants()
@@ -120,7 +120,7 @@ def world(folder: Path, **options: Any) -> Iterator[World]:
 
 
 def test_blocks_with_a_checksum_are_taken_over(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         here.store(*range(20))
         here.seal()
         here.crash()
@@ -145,12 +145,12 @@ def test_memory_that_an_earlier_node_wrote_is_taken_over(tmp_path: Path) -> None
     content["boot"] = records.BOOT_ID.read_text().strip()  # it was another machine
     content["inode"] = (memory / "memory").stat().st_ino
     replace_checked_file(header, json.dumps(content))
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         assert here.found(*range(21)) == [each for each in range(20) if each != 7]
 
 
 def test_block_without_a_checksum_is_dropped(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         here.store(1, 2)
         here.seal()
         here.node.records.close()
@@ -160,7 +160,7 @@ def test_block_without_a_checksum_is_dropped(tmp_path: Path) -> None:
 
 
 def test_block_whose_bytes_changed_is_dropped(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         slots = here.store(1, 2, 3)
         here.seal()
         here.write(slots[1], bytes(BLOCK))
@@ -169,7 +169,7 @@ def test_block_whose_bytes_changed_is_dropped(tmp_path: Path) -> None:
 
 
 def test_deleted_and_evicted_blocks_do_not_come_back(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         here.store(*range(6))
         here.seal()
         leased = here.partition.lease(here.partition.locate([keys(0)]).ready)
@@ -188,7 +188,7 @@ def test_block_that_is_deleted_while_its_record_is_written_does_not_come_back(
     tmp_path: Path,
 ) -> None:
     """Its record comes after the deletion, and is of a generation that is over."""
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         rows = here.partition.tier.rows
         (slot,) = here.store(1)
         here.partition.lease(here.partition.locate([keys(1)]).ready)
@@ -207,7 +207,7 @@ def test_block_that_is_deleted_while_its_record_is_written_does_not_come_back(
 
 
 def test_unverified_block_can_be_stored_anew_and_deleted(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         here.store(1, 2, 3)
         here.seal()
         here.crash()
@@ -237,7 +237,7 @@ def test_every_step_of_a_crash_leaves_right_blocks(tmp_path: Path) -> None:
     while not is_over:
         step += 1
         folder = tmp_path / str(step)
-        with world(folder) as here:
+        with harness(folder) as here:
             here.store(*range(100, 100 + NUM))  # full: every store evicts
             here.seal()
             rows, partition = here.partition.tier.rows, here.partition
@@ -296,7 +296,7 @@ class Watched(np.ndarray):
         plain[at[half:]] = values[half:]
 
 
-def _watch(here: World, steps: Steps) -> None:
+def _watch(here: Harness, steps: Steps) -> None:
     tier, partition = here.partition.tier, here.partition
     for name in "generations", "users", "records":
         watched = getattr(tier.rows, name).view(Watched)
@@ -321,7 +321,7 @@ def _watch(here: World, steps: Steps) -> None:
     partition.delete = deleted  # type: ignore[method-assign]
 
 
-def _write_records(here: World, rows: Any, steps: Steps) -> None:
+def _write_records(here: Harness, rows: Any, steps: Steps) -> None:
     writer = here.node.records
     writer._is_wanted = True
     while writer._waiting:
@@ -336,7 +336,7 @@ import mmap, os, sys
 from pathlib import Path
 from kvtier.node.server import records
 from kvtier.node.wire import protocol
-from tests.node.world import BLOCK, SCOPE, Bare, keys
+from tests.node.harness import BLOCK, SCOPE, Bare, keys
 engine = Bare(Path(sys.argv[1]))
 told = engine.attach("user", client="user")
 memory = mmap.mmap(engine.fds[0], told.memory_bytes)
@@ -459,7 +459,7 @@ def _wait_for(socket: Path, num: int) -> None:
 def test_memory_of_another_shape_is_lost_in_one_sentence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, str], reason: str
 ) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         here.store(1)
         here.seal()
         here.options = options
@@ -475,7 +475,7 @@ def test_memory_is_not_taken_over_while_a_slab_is_open_for_writing(
 ) -> None:
     """Reads of a dead process may still be in flight into the memory."""
     monkeypatch.setattr(records, "IO_END_S", 0.2)
-    with world(tmp_path, disk_path=str(tmp_path / "disk"), disk_capacity="1MiB") as here:
+    with harness(tmp_path, disk_path=str(tmp_path / "disk"), disk_capacity="1MiB") as here:
         here.store(1)
         here.seal()
         (data,) = (tmp_path / "disk").rglob("data.slab")

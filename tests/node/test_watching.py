@@ -20,7 +20,7 @@ from kvtier.observe.live.files import LIVE_PATH
 from kvtier.observe.live.make_node import LEAST_BLOCKS
 from kvtier.tools.cli import app
 from tests.kit.nodes import SEGMENT_BYTES, NodeProcess, running
-from tests.node.control_world import BLOCK_BYTES, BareEngine, keys, until
+from tests.node.control_harness import BLOCK_BYTES, BareEngine, keys, until
 
 
 @pytest.fixture

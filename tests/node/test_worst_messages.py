@@ -1,7 +1,7 @@
 """No message of an engine holds up the others for long, whatever it contains.
 
 Bounds are on processor time of the node's own thread, by its longest callback, and relative to the
-plainest message of full length: a look-up of ``MOST_KEYS`` keys.
+plainest message of full length: a look-up of ``MAX_KEYS`` keys.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvtier.cache.local import LocalBlockCache
 from kvtier.node.server.engines import Holdings
 from kvtier.node.server.partition import Partition
 from kvtier.node.wire import protocol
-from kvtier.node.wire.protocol import MOST_AT_ONCE, MOST_KEYS, MOST_STATEMENTS, FromEngine, pack
-from tests.node.world import Bare, LocalNode, bare, local_node
+from kvtier.node.wire.protocol import MAX_AT_ONCE, MAX_KEYS, MAX_STATEMENTS, FromEngine, pack
+from tests.node.harness import Bare, LocalNode, bare, local_node
 
 KEY_BYTES = 8
 BLOCK_BYTES = 1 << 10
-MOST_SLOTS = (protocol.MAX_FRAME_BYTES - 64) // 8
+MAX_SLOTS = (protocol.MAX_FRAME_BYTES - 64) // 8
 TIMES = 16
 """A message may hold up the node so many times longer than a look-up. Most need less than four, and
 a look-up may happen to be twice as fast."""
@@ -48,8 +48,8 @@ class Clock:
         monkeypatch.setattr("uvloop.new_event_loop", asyncio.new_event_loop)
 
 
-class World:
-    """A node whose memory holds ``MOST_KEYS`` blocks, all of them in use by one engine.
+class Harness:
+    """A node whose memory holds ``MAX_KEYS`` blocks, all of them in use by one engine.
 
     known: keys of the blocks, shuffled. leased: their slots. usual_s: time that a look-up of them
     in another order holds up the node.
@@ -68,7 +68,7 @@ class World:
         depths = pack(range(len(told.slots) // 8))
         self.engine.send(protocol.CommitNotice(self.partition, told.slots, depths))
         self.leased = self.ask(protocol.LookupRequest(9, self.partition, self.known)).slots
-        assert len(self.leased) == 8 * MOST_KEYS
+        assert len(self.leased) == 8 * MAX_KEYS
         others = np.random.default_rng(9).permutation(np.frombuffer(self.known, "<i8")).tobytes()
         for _ in range(3):
             self.usual_s = max(
@@ -95,16 +95,16 @@ class World:
 
 
 def shuffled(seed: int) -> bytes:
-    """Return ``MOST_KEYS`` keys in random order."""
-    keys = np.arange(MOST_KEYS, dtype="<i8") + seed * MOST_KEYS
+    """Return ``MAX_KEYS`` keys in random order."""
+    keys = np.arange(MAX_KEYS, dtype="<i8") + seed * MAX_KEYS
     np.random.default_rng(seed).shuffle(keys)
     return keys.tobytes()
 
 
 @pytest.fixture
-def world(
+def harness(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[World]:
+) -> Iterator[Harness]:
     clock = Clock(monkeypatch)
     gc.disable()  # a collection takes as long as the objects of all tests need
     with (
@@ -113,13 +113,13 @@ def world(
         ) as node,
         bare(node.config.socket) as engine,
     ):
-        yield World(node, clock, engine)
+        yield Harness(node, clock, engine)
     gc.enable()
 
 
-SAID = [(at % 5, 7, at * 100, MOST_KEYS, 100.0) for at in range(MOST_STATEMENTS)]
-SLOT_OF_ALL = pack([0] * MOST_SLOTS)
-WORST: dict[type[FromEngine], Callable[[World], list[FromEngine]]] = {
+SAID = [(at % 5, 7, at * 100, MAX_KEYS, 100.0) for at in range(MAX_STATEMENTS)]
+SLOT_OF_ALL = pack([0] * MAX_SLOTS)
+WORST: dict[type[FromEngine], Callable[[Harness], list[FromEngine]]] = {
     protocol.OpenRequest: lambda its: [protocol.OpenRequest(9, b"t", BLOCK_BYTES, 120)],
     protocol.LookupRequest: lambda its: [
         protocol.LookupRequest(9, its.partition, shuffled(1), True)
@@ -145,7 +145,7 @@ WORST: dict[type[FromEngine], Callable[[World], list[FromEngine]]] = {
     ],
     protocol.CommitNotice: lambda its: [
         protocol.CommitNotice(
-            its.partition, SLOT_OF_ALL[: MOST_SLOTS // 2 * 8], bytes(MOST_SLOTS // 2 * 8)
+            its.partition, SLOT_OF_ALL[: MAX_SLOTS // 2 * 8], bytes(MAX_SLOTS // 2 * 8)
         ),
     ],
     protocol.AbortNotice: lambda its: [protocol.AbortNotice(its.partition, SLOT_OF_ALL)],
@@ -172,16 +172,16 @@ WORST: dict[type[FromEngine], Callable[[World], list[FromEngine]]] = {
 
 @pytest.mark.parametrize("kind", WORST, ids=lambda kind: kind.__name__)
 def test_worst_message_of_a_kind_does_not_hold_up_the_node(
-    world: World, kind: type[FromEngine]
+    harness: Harness, kind: type[FromEngine]
 ) -> None:
-    world.fill()
-    for message in WORST[kind](world):
-        took_s = world.time_of(message)
-        assert took_s < TIMES * world.usual_s, f"{type(message).__name__}: {took_s} s"
+    harness.fill()
+    for message in WORST[kind](harness):
+        took_s = harness.time_of(message)
+        assert took_s < TIMES * harness.usual_s, f"{type(message).__name__}: {took_s} s"
 
 
 def test_message_that_changes_many_blocks_is_handled_in_turns(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns: list[tuple[str, int]] = []
 
@@ -198,29 +198,29 @@ def test_message_that_changes_many_blocks_is_handled_in_turns(
         counted(Holdings, name)
     counted(Partition, "distrust_slots")
     counted(LocalBlockCache, "promote")
-    world.fill()
-    world.engine.send(protocol.ReleaseNotice(world.partition, world.leased))
-    slots = world.ask(protocol.ReserveRequest(9, world.partition, shuffled(1))).slots
-    world.engine.send(
-        protocol.DistrustNotice(world.partition, slots),
-        protocol.AbortNotice(world.partition, slots),
+    harness.fill()
+    harness.engine.send(protocol.ReleaseNotice(harness.partition, harness.leased))
+    slots = harness.ask(protocol.ReserveRequest(9, harness.partition, shuffled(1))).slots
+    harness.engine.send(
+        protocol.DistrustNotice(harness.partition, slots),
+        protocol.AbortNotice(harness.partition, slots),
     )
-    world.ask(protocol.PromoteRequest(9, world.partition, shuffled(1), b""))
+    harness.ask(protocol.PromoteRequest(9, harness.partition, shuffled(1), b""))
     names = {"reserve", "commit", "abort", "distrust_slots", "promote"}
     assert {name for name, _ in turns} == names
-    assert max(num for _, num in turns) == MOST_AT_ONCE
+    assert max(num for _, num in turns) == MAX_AT_ONCE
 
 
-def test_end_of_an_engine_does_not_hold_up_the_node(world: World) -> None:
+def test_end_of_an_engine_does_not_hold_up_the_node(harness: Harness) -> None:
     """It uses all slots, and has leased them many times."""
-    world.fill()
+    harness.fill()
     for _ in range(3):
-        world.ask(protocol.LookupRequest(9, world.partition, world.known))
-    world.clock.longest_s = 0.0
-    world.engine.send(protocol.DetachNotice())
-    world.node.until(lambda: not world.node.server.registry.engines)
-    assert world.node.num_used == 0
-    assert world.clock.longest_s < TIMES * world.usual_s
+        harness.ask(protocol.LookupRequest(9, harness.partition, harness.known))
+    harness.clock.longest_s = 0.0
+    harness.engine.send(protocol.DetachNotice())
+    harness.node.until(lambda: not harness.node.server.registry.engines)
+    assert harness.node.num_used == 0
+    assert harness.clock.longest_s < TIMES * harness.usual_s
 
 
 def test_every_kind_of_message_has_a_worst_one_and_a_bound() -> None:
@@ -230,11 +230,11 @@ def test_every_kind_of_message_has_a_worst_one_and_a_bound() -> None:
         assert "\n    Work: " in str(kind.__doc__), f"{kind.__name__} has no bound on its work"
 
 
-@pytest.mark.parametrize("num", [MOST_STATEMENTS + 1, 10**5])
+@pytest.mark.parametrize("num", [MAX_STATEMENTS + 1, 10**5])
 def test_message_with_too_many_statements_is_refused_unread(num: int) -> None:
     many = msgspec.msgpack.encode(["HintNotice", 0, b"", [(0, 1, 0, 9, 1.0)] * num])
     began_s = time.thread_time()
-    with pytest.raises(protocol.ProtocolError, match=str(MOST_STATEMENTS)):
+    with pytest.raises(protocol.ProtocolError, match=str(MAX_STATEMENTS)):
         protocol.decode_engine(many)
     refused_s, began_s = time.thread_time() - began_s, time.thread_time()
     msgspec.msgpack.decode(many)

@@ -17,8 +17,8 @@ from kvtier.index import State
 from kvtier.observe import block_events
 from kvtier.observe.block_events import BlockEvents, BlockLog
 from tests.cache.tokens import test_cache_machine as machines
+from tests.cache.tokens.harness import BLOCK_SIZE, NS, A, B, Harness, path_of
 from tests.cache.tokens.test_cache_machine import small_steps
-from tests.cache.tokens.world import BLOCK_SIZE, NS, A, B, World, path_of
 
 __all__ = ["small_steps"]
 
@@ -71,8 +71,8 @@ def hash_of(namespace: bytes, labels: Sequence[bytes]) -> int:
     return int.from_bytes(found, "little")
 
 
-class ToldWorld(World):
-    """A world whose block events are read."""
+class ToldHarness(Harness):
+    """A harness whose block events are read."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -111,12 +111,12 @@ class ToldWorld(World):
 
 def _told(kind: type[machines.CacheMachine]) -> type[machines.CacheMachine]:
     class Told(kind):  # type: ignore[valid-type,misc]
-        make_world = ToldWorld
+        make_harness = ToldHarness
 
         @invariant()
         def reader_knows_what_is_there(self) -> None:
-            if hasattr(self, "world"):
-                self.world.check_reader()
+            if hasattr(self, "harness"):
+                self.harness.check_reader()
 
     return Told
 
@@ -129,39 +129,41 @@ def test_readers_know_what_is_where_whatever_happens(kind: type[machines.CacheMa
 
 
 @pytest.fixture
-def world() -> ToldWorld:
-    return ToldWorld()
+def harness() -> ToldHarness:
+    return ToldHarness()
 
 
-def test_a_prompt_is_told_with_its_tokens_in_each_tier_and_leaves_them(world: ToldWorld) -> None:
-    world.serve(A)
-    world.listen()
+def test_a_prompt_is_told_with_its_tokens_in_each_tier_and_leaves_them(
+    harness: ToldHarness,
+) -> None:
+    harness.serve(A)
+    harness.listen()
     labels = token_labels(A, BLOCK_SIZE)
     expected = {hash_of(NS, labels[: at + 1]) for at in range(len(labels))}
-    assert world.reader.held == {DEVICE: expected, HOST: expected, DISK: set()}
-    assert set(world.reader.tokens.values()) == {tuple(A[:BLOCK_SIZE])}
-    assert sorted(world.reader.parents, key=str) == sorted(expected, key=str)
-    world.lose_the_device()
-    world.listen()
-    assert world.reader.held[DEVICE] == set()
-    assert world.reader.held[HOST] == expected
-    world.close()
+    assert harness.reader.held == {DEVICE: expected, HOST: expected, DISK: set()}
+    assert set(harness.reader.tokens.values()) == {tuple(A[:BLOCK_SIZE])}
+    assert sorted(harness.reader.parents, key=str) == sorted(expected, key=str)
+    harness.lose_the_device()
+    harness.listen()
+    assert harness.reader.held[DEVICE] == set()
+    assert harness.reader.held[HOST] == expected
+    harness.close()
 
 
 def test_what_storage_kept_is_told_when_a_prompt_asks_for_it() -> None:
-    world = ToldWorld(disk_blocks=20)
-    world.serve(A)
-    shelf = world.shelf
-    world.end()
-    world = ToldWorld(disk_blocks=20, shelf=shelf)
-    world.listen()
-    assert not world.reader.ever
-    world.serve(A)
-    world.check_reader()
+    harness = ToldHarness(disk_blocks=20)
+    harness.serve(A)
+    shelf = harness.shelf
+    harness.end()
+    harness = ToldHarness(disk_blocks=20, shelf=shelf)
+    harness.listen()
+    assert not harness.reader.ever
+    harness.serve(A)
+    harness.check_reader()
     labels = token_labels(A, BLOCK_SIZE)
     first = [hash_of(NS, labels[: at + 1]) for at in range(3)]
-    assert world.reader.held[DISK].issuperset(first)
-    world.end()
+    assert harness.reader.held[DISK].issuperset(first)
+    harness.end()
 
 
 def test_tokens_of_a_chunk_are_those_of_its_blocks() -> None:
@@ -192,26 +194,28 @@ def test_a_number_that_is_used_again_is_another_block() -> None:
 def test_a_log_that_nobody_reads_stays_small_and_readers_begin_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_events, "MOST_BLOCKS", 8)
-    world = ToldWorld()
+    monkeypatch.setattr(block_events, "MAX_BLOCKS", 8)
+    harness = ToldHarness()
     for _ in range(3):
-        world.serve(A)
-        world.serve(B)
-        world.lose_the_device()
-    assert world.events is not None
-    assert world.events._num_put - world.events._num_taken <= 8
-    world.listen()
-    assert not world.reader.ever
+        harness.serve(A)
+        harness.serve(B)
+        harness.lose_the_device()
+    assert harness.events is not None
+    assert harness.events._num_put - harness.events._num_taken <= 8
+    harness.listen()
+    assert not harness.reader.ever
     monkeypatch.undo()
-    world.serve(A)
-    world.listen()
+    harness.serve(A)
+    harness.listen()
     labels = token_labels(A, BLOCK_SIZE)
-    assert world.reader.held[DEVICE] == {hash_of(NS, labels[: at + 1]) for at in range(len(labels))}
-    world.close()
+    assert harness.reader.held[DEVICE] == {
+        hash_of(NS, labels[: at + 1]) for at in range(len(labels))
+    }
+    harness.close()
 
 
 def test_what_is_too_old_is_told_without_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_events, "MOST_RECENT", 2)
+    monkeypatch.setattr(block_events, "MAX_RECENT", 2)
     events = BlockEvents([DEVICE, HOST], [], BLOCK_SIZE)
     log, blocks = BlockLog(), [BlockId(at) for at in range(4)]
     log.prompt(NS, token_labels(A, BLOCK_SIZE), blocks, (DEVICE,) * 4)

@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 
 from kvtier.core.types import DEVICE, HOST
 from kvtier.observe import Metrics, MetricSpec, RequestRecord, specs
-from tests.cache.tokens.world import count
+from tests.cache.tokens.harness import count
 
 UNITS = ("_total", "_seconds", "_bytes", "_slots", "_ratio", "_state", "_in_flight")
 

@@ -15,7 +15,7 @@ from kvtier.core.types import DEVICE, DISK, HOST, BlockId, Match
 from kvtier.plan import Actual, CostModel, Costs, Decision, PrefillCost, explain, plan_load, ways_of
 from kvtier.plan.average import FEW, size_class
 from kvtier.plan.explain import COMPUTED, Explanation
-from kvtier.plan.operations import MOST_COMPARED
+from kvtier.plan.operations import MAX_COMPARED
 from kvtier.tools.cli.explained import show
 from tests.plan.test_plan import BLOCK_BYTES, BLOCK_SIZE, costs_of_any_kind, matches
 
@@ -155,7 +155,7 @@ def test_what_was_not_weighed_has_no_estimates() -> None:
 def test_plan_remembers_few_of_many_cuts_and_the_longest() -> None:
     costs = Costs(prefill=PrefillCost(1.0), ways=WAYS)
     plan = _decide(_match("dh" * 200), costs, num_tokens=10_000).plan
-    assert len(plan.compared) <= MOST_COMPARED
+    assert len(plan.compared) <= MAX_COMPARED
     assert plan.compared[-1].num_blocks == 400
     assert list(plan.compared) == sorted(plan.compared, key=lambda cut: cut.num_blocks)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.core.types import DEVICE, DISK, HOST, BlockId, GroupMatch
-from kvtier.plan import Copy, Costs, GroupRoom, PrefillCost, Route, plan_groups
+from kvtier.plan import Copy, Costs, GroupCapacity, PrefillCost, Route, plan_groups
 from tests.plan.test_plan import DISK_TO_HOST, HOST_TO_DEVICE, STORED, costs_of_any_kind
 
 BLOCK_SIZE = 4
@@ -56,7 +56,7 @@ class Case:
     """A match, and what is known of its groups."""
 
     match: GroupMatch
-    rooms: list[GroupRoom]
+    rooms: list[GroupCapacity]
 
 
 @st.composite
@@ -68,7 +68,7 @@ def cases(draw: Any) -> Case:
     rows = [draw(st.text(letter, min_size=num_blocks, max_size=num_blocks)) for letter in letters]
     arriving = draw(st.text(" +", min_size=num_blocks, max_size=num_blocks))
     rooms = [
-        GroupRoom(
+        GroupCapacity(
             draw(st.sampled_from([0, 10, 1000, 4000])),
             draw(st.integers(0, 12)),
             draw(st.none() | st.integers(0, 4)),
@@ -147,7 +147,7 @@ def test_a_window_costs_its_last_blocks_only() -> None:
     rules = [ALL, 2, 1]
     match = match_of(["ddddd", "--hhh", "d-d-h"], rules)
     assert match.cuts == (5,)
-    rooms = [GroupRoom(1000, 9, num_last=rule) for rule in rules]
+    rooms = [GroupCapacity(1000, 9, num_last=rule) for rule in rules]
     plan = plan_groups(match, STORED, rooms, num_tokens=99, block_size=BLOCK_SIZE)
     assert plan.copies == (
         Copy(HOST, DEVICE, (BlockId(103), BlockId(104)), 1),
@@ -161,11 +161,11 @@ def test_a_shorter_cut_is_taken_where_a_group_has_no_room_for_the_longer_one() -
     rules = [ALL, 1]
     match = match_of(["dddd", "dhhd"], rules)
     for num_free, reused in ((1, 4), (0, 4)):
-        rooms = [GroupRoom(1000, 0), GroupRoom(1000, num_free, num_last=rules[1])]
+        rooms = [GroupCapacity(1000, 0), GroupCapacity(1000, num_free, num_last=rules[1])]
         plan = plan_groups(match, STORED, rooms, num_tokens=99, block_size=BLOCK_SIZE)
         assert plan.num_reused_blocks == reused
         assert plan.copies == ()
-    rooms = [GroupRoom(1000, 0), GroupRoom(1000, 0, num_last=rules[1])]
+    rooms = [GroupCapacity(1000, 0), GroupCapacity(1000, 0, num_last=rules[1])]
     short = plan_groups(match, STORED, rooms, num_tokens=13, block_size=BLOCK_SIZE)
     assert short.num_reused_blocks == 1
 
@@ -181,7 +181,7 @@ def test_a_plan_weighs_few_cuts_of_long_runs(
     flags = ((False,) * num_blocks,) * len(rules)
     blocks = tuple(map(BlockId, range(num_blocks)))
     match = GroupMatch(blocks, tiers, flags, range(1, num_blocks + 1), num_blocks)
-    rooms = [GroupRoom(1000, num_blocks, num_last=rule) for rule in rules]
+    rooms = [GroupCapacity(1000, num_blocks, num_last=rule) for rule in rules]
     weighed: Any = []
     load_s = Costs.load_s
     monkeypatch.setattr(Costs, "load_s", lambda *given: weighed.append(given) or load_s(*given))
@@ -217,7 +217,7 @@ def test_no_cut_of_long_runs_is_cheaper_than_the_one_that_is_found(
     row = "".join(letter * num for letter, num in runs)
     rules = [ALL, rule]
     match = match_of([row, row[::-1] if rule is ALL else row], rules)
-    rooms = [GroupRoom(1000, num_free, 50, ALL), GroupRoom(300, 80, None, rule)]
+    rooms = [GroupCapacity(1000, num_free, 50, ALL), GroupCapacity(300, 80, None, rule)]
     case, tokens = Case(match, rooms), num_most * BLOCK_SIZE
     costs = replace(costs, least_s=least_s)
     plan = plan_groups(

@@ -14,7 +14,7 @@ from kvtier.layout import named_layout
 from kvtier.testing import MemoryStorage, StoredBlocks, host_memory, memory_bytes
 from kvtier.tiers import DeviceTier, Outcome, Pieces
 from kvtier.tiers.wrappers import ThrottledTier
-from tests.cache.tokens.world import GROUP
+from tests.cache.tokens.harness import GROUP
 
 NUM_BLOCKS = 4
 KEYS = [BlockKey(bytes([number]) * 32) for number in range(NUM_BLOCKS)]

@@ -129,7 +129,7 @@ class Lease(Waiter):
         return
 
     @property
-    def room(self) -> Sequence[Slot]:
+    def reserved_slots(self) -> Sequence[Slot]:
         """Slots that only this request uses."""
         return self.slots[len(self.blocks) :]
 

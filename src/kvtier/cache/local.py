@@ -38,7 +38,7 @@ from kvtier.index.key_index import UNKNOWN as UNINDEXED
 from kvtier.index.selection import Int64s, as_array, as_numbers, select
 from kvtier.observe import Metrics
 from kvtier.plan import Costs
-from kvtier.tiers import Room, StorageTier
+from kvtier.tiers import SlotAllocator, StorageTier
 
 ABSENT, WRITING, READY = State.ABSENT, State.WRITING, State.READY
 NOWHERE, ARRIVING, MEMORY, STORAGE, UNKNOWN = BlockState
@@ -193,7 +193,7 @@ class LocalBlockCache(BlockCache):
     def __init__(
         self,
         index: KeyIndex,
-        tiers: Mapping[str, Room | StorageTier],
+        tiers: Mapping[str, SlotAllocator | StorageTier],
         mover: Mover,
         options: LadderOptions,
         namespace: Callable[[], bytes],
@@ -400,8 +400,8 @@ class LocalBlockCache(BlockCache):
 
     def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
         now = self._clock()
-        for said in hint.said(block_size, now):
-            self._index.retain(keys, said, now)
+        for block_hint in hint.block_hint(block_size, now):
+            self._index.retain(keys, block_hint, now)
 
     def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
         now = self._clock()

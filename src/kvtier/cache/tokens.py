@@ -338,7 +338,7 @@ class Cache:
         if was_used and not self._closed and not lease.is_private:
             self._store(lease)
             self._ladder.enqueue_write(lease.blocks)
-        self._ladder.free(lease.room)
+        self._ladder.free(lease.reserved_slots)
         lease.slots = []
         lease.cut(0)
         self._ladder.drop_lost()
@@ -420,8 +420,8 @@ class Cache:
         if self.config.client_hints is ClientHints.OFF:
             return
         now = self._clock()
-        for said in hint.said(self.group.block_size, now):
-            self._index.retain(namespace, labels, said, now)
+        for block_hint in hint.block_hint(self.group.block_size, now):
+            self._index.retain(namespace, labels, block_hint, now)
 
     def wait(self, namespace: bytes, labels: Sequence[Label], is_waiting: bool) -> None:
         """Note that a request has been queued (True), or is queued no longer (False).
@@ -641,4 +641,4 @@ class Cache:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if slots, leases and blocks don't add up. Cost: O(all blocks)."""
-        self._ladder.check_invariants(sum(len(lease.room) for lease in self._leases))
+        self._ladder.check_invariants(sum(len(lease.reserved_slots) for lease in self._leases))

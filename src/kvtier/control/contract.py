@@ -8,9 +8,9 @@ from typing import Protocol
 
 from kvtier.core.errors import CacheError
 
-MOST_PIN_S = 7 * 86400.0
+MAX_PIN_S = 7 * 86400.0
 """Longest time of a pin."""
-MOST_WAIT_S = 3600.0
+MAX_WAIT_S = 3600.0
 """Longest wait of one request."""
 
 
@@ -112,13 +112,13 @@ class CacheControl(Protocol):
 
 def check_wait(timeout_s: float) -> float:
     """Return a time-out. Raises ``ControlError`` if it is out of bounds."""
-    if not 0 <= timeout_s <= MOST_WAIT_S:
-        raise ControlError(f"timeout_s: {timeout_s} s; give 0 to {MOST_WAIT_S:.0f}")
+    if not 0 <= timeout_s <= MAX_WAIT_S:
+        raise ControlError(f"timeout_s: {timeout_s} s; give 0 to {MAX_WAIT_S:.0f}")
     return timeout_s
 
 
 def check_pin(seconds: float) -> float:
     """Return the time of a pin. Raises ``ControlError`` if it is out of bounds."""
-    if not 0 < seconds <= MOST_PIN_S:
-        raise ControlError(f"a pin lasts more than 0 and at most {MOST_PIN_S:.0f} s")
+    if not 0 < seconds <= MAX_PIN_S:
+        raise ControlError(f"a pin lasts more than 0 and at most {MAX_PIN_S:.0f} s")
     return seconds

@@ -29,7 +29,7 @@ END = (1 << 32) - 1
 """Position behind the last block of any prompt."""
 
 
-class Word(IntEnum):
+class HintKind(IntEnum):
     """Kind of a statement on blocks."""
 
     KEEP = 0
@@ -44,11 +44,11 @@ class Word(IntEnum):
     """The request is queued no longer."""
 
 
-class Said(NamedTuple):
+class BlockHint(NamedTuple):
     """Statement on some blocks of a prompt.
 
     Attributes:
-        word: a ``Word``, the kind of statement.
+        word: a ``HintKind``, the kind of statement.
         level: priority, for ``KEEP``.
         first: position of the first block.
         end: position behind the last block.
@@ -62,16 +62,16 @@ class Said(NamedTuple):
     until: float
 
 
-def check_said(said: Said) -> None:
+def check_block_hint(block_hint: BlockHint) -> None:
     """Raise ValueError if a field is out of range."""
-    if said.word not in tuple(Word):
-        raise ValueError(f"word {said.word} is not in 0 .. {len(Word) - 1}")
-    if not 0 <= said.level <= HIGHEST_PRIORITY:
-        raise ValueError(f"level {said.level} is not in 0 .. {HIGHEST_PRIORITY}")
-    if not 0 <= said.first <= said.end <= END:
-        raise ValueError(f"{said.first} .. {said.end} are no places of a prompt")
-    if not math.isfinite(said.until):
-        raise ValueError(f"now must be a finite number of seconds, not {said.until}")
+    if block_hint.word not in tuple(HintKind):
+        raise ValueError(f"word {block_hint.word} is not in 0 .. {len(HintKind) - 1}")
+    if not 0 <= block_hint.level <= HIGHEST_PRIORITY:
+        raise ValueError(f"level {block_hint.level} is not in 0 .. {HIGHEST_PRIORITY}")
+    if not 0 <= block_hint.first <= block_hint.end <= END:
+        raise ValueError(f"{block_hint.first} .. {block_hint.end} are no places of a prompt")
+    if not math.isfinite(block_hint.until):
+        raise ValueError(f"now must be a finite number of seconds, not {block_hint.until}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +103,13 @@ class Retain:
                 )
         _check_seconds("ttl_s", self.ttl_s, MAX_TTL_S)
 
-    def said(self, block_size: int, now: float) -> Said:
+    def block_hint(self, block_size: int, now: float) -> BlockHint:
         """Return the priority as a statement on blocks."""
         first = self.first_token // block_size
         end = END if self.last_token is None else -(-self.last_token // block_size)
-        return Said(Word.KEEP, self.priority, min(first, END), min(end, END), now + self.ttl_s)
+        return BlockHint(
+            HintKind.KEEP, self.priority, min(first, END), min(end, END), now + self.ttl_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +147,19 @@ class Hint:
         """Hints to apply when the answer is complete."""
         return Hint(back_in_s=self.back_in_s, ended=self.ended)
 
-    def said(self, block_size: int, now: float) -> list[Said]:
+    def block_hint(self, block_size: int, now: float) -> list[BlockHint]:
         """Return the hint as statements on blocks, valid from ``now``."""
-        words = [each.said(block_size, now) for each in self.retain]
+        words = [each.block_hint(block_size, now) for each in self.retain]
         if self.ended:
-            words.append(Said(Word.ENDED, 0, 0, END, now + MAX_TTL_S))
+            words.append(BlockHint(HintKind.ENDED, 0, 0, END, now + MAX_TTL_S))
         if self.back_in_s is not None:
-            words.append(Said(Word.BACK, 0, 0, END, now + BACK_FACTOR * self.back_in_s))
+            words.append(BlockHint(HintKind.BACK, 0, 0, END, now + BACK_FACTOR * self.back_in_s))
         return words
 
 
-def waits(is_waiting: bool, now: float) -> Said:
+def waits(is_waiting: bool, now: float) -> BlockHint:
     """Return the statement that a request has been queued, or is queued no longer."""
-    return Said(Word.WAITS if is_waiting else Word.TURN, 0, 0, END, now + WAIT_S)
+    return BlockHint(HintKind.WAITS if is_waiting else HintKind.TURN, 0, 0, END, now + WAIT_S)
 
 
 def parse_hint(given: object) -> Hint:

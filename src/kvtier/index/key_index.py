@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.hints import Said
+from kvtier.core.hints import BlockHint
 from kvtier.core.keys import child_keys
 from kvtier.core.types import NO_BLOCK, BlockId, BlockName, Slot
 from kvtier.index.block_index import BlockIndex
@@ -212,7 +212,7 @@ class KeyIndex(BlockIndex):
         """
 
     @abstractmethod
-    def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:
+    def retain(self, keys: Iterable[bytes], block_hint: BlockHint, now: float) -> None:
         """Apply a hint on a prompt's future use. keys: see ``on_request``.
 
         Raises ValueError for an invalid hint.

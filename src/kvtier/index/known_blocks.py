@@ -9,7 +9,7 @@ from kvtier.core.types import BlockId
 from kvtier.index.residency import Residency, State
 from kvtier.index.trie import BlockNumbers
 
-MOST_KEY_BYTES = 256
+MAX_KEY_BYTES = 256
 
 
 @dataclass(slots=True)
@@ -73,8 +73,8 @@ class KnownBlocks:
         return known
 
     def _check(self, key: bytes) -> None:
-        if not 0 < len(key) <= MOST_KEY_BYTES:
-            raise ValueError(f"a key has 1 to {MOST_KEY_BYTES} bytes, not {len(key)}")
+        if not 0 < len(key) <= MAX_KEY_BYTES:
+            raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
         if self._key_bytes is None:
             self._key_bytes = len(key)
         if len(key) != self._key_bytes:

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.hints import Said
+from kvtier.core.hints import BlockHint
 from kvtier.core.hot import BlockTrie, Keys
 from kvtier.core.keys import Labels, next_keys
 from kvtier.core.types import (
@@ -121,8 +121,10 @@ class NativeIndex(NativeBlocks, PromptIndex):
     def on_request(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
         self._core.asked(namespace, labels, now)
 
-    def retain(self, namespace: bytes, labels: Sequence[Label], said: Said, now: float) -> None:
-        self._core.retain(namespace, labels, said, now)
+    def retain(
+        self, namespace: bytes, labels: Sequence[Label], block_hint: BlockHint, now: float
+    ) -> None:
+        self._core.retain(namespace, labels, block_hint, now)
 
     def admit(
         self,

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.hints import Said
+from kvtier.core.hints import BlockHint
 from kvtier.core.hot import KeyIndex as Core
 from kvtier.core.keys import PackedKeys, select_keys
 from kvtier.core.types import BlockId, Slot
@@ -97,8 +97,8 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
     def on_request(self, keys: Iterable[bytes], now: float) -> None:
         self._core.asked(_core_keys(keys), now)
 
-    def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:
-        self._core.retain(_core_keys(keys), said, now)
+    def retain(self, keys: Iterable[bytes], block_hint: BlockHint, now: float) -> None:
+        self._core.retain(_core_keys(keys), block_hint, now)
 
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
         self._core.continues(_core_keys(keys), before)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.hints import Said
+from kvtier.core.hints import BlockHint
 from kvtier.core.keys import Labels
 from kvtier.core.types import BlockId, BlockKey, Label, Match, Slot
 from kvtier.index.block_index import BlockIndex, check_time
@@ -160,7 +160,9 @@ class PromptIndex(BlockIndex):
         """
 
     @abstractmethod
-    def retain(self, namespace: bytes, labels: Sequence[Label], said: Said, now: float) -> None:
+    def retain(
+        self, namespace: bytes, labels: Sequence[Label], block_hint: BlockHint, now: float
+    ) -> None:
         """Apply a hint on a prompt's future use, for policies that learn.
 
         labels: labels of all blocks of the prompt, known or not. Raises ValueError for an invalid

@@ -10,7 +10,7 @@ from kvtier.core.types import BlockId, Slot
 from kvtier.index.block_index import BlockIndex, check_slot, check_time
 from kvtier.index.residency import Residency, State
 
-MOST_LEASES = 0xFFFF
+MAX_LEASES = 0xFFFF
 
 
 class IndexedBlock(Protocol):
@@ -126,7 +126,7 @@ class PythonBlocks(BlockIndex):
         for block in blocks:
             residency, position = self._residency(block, tier), self._position(tier)
             assert residency.state in (State.READY, State.WRITING), f"lease on {residency}"
-            assert residency.leases < MOST_LEASES, "a block is leased 65,535 times"
+            assert residency.leases < MAX_LEASES, "a block is leased 65,535 times"
             residency.leases += 1
             if residency.leases == 1:
                 self._num_idle[position] -= residency.state is State.READY

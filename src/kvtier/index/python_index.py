@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, islice
 
-from kvtier.core.hints import Said, check_said
+from kvtier.core.hints import BlockHint, check_block_hint
 from kvtier.core.keys import next_key
 from kvtier.core.types import (
     BlockId,
@@ -124,11 +124,13 @@ class PythonIndex(PythonBlocks, PromptIndex):
         for policy, path, found in self._prompt(namespace, labels):
             policy.on_request(path, found, now)
 
-    def retain(self, namespace: bytes, labels: Sequence[Label], said: Said, now: float) -> None:
+    def retain(
+        self, namespace: bytes, labels: Sequence[Label], block_hint: BlockHint, now: float
+    ) -> None:
         check_time(now)
-        check_said(said)
+        check_block_hint(block_hint)
         for policy, path, found in self._prompt(namespace, labels):
-            policy.retain(path, found, said, now)
+            policy.retain(path, found, block_hint, now)
 
     def _prompt(
         self, namespace: bytes, labels: Sequence[Label]

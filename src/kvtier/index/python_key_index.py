@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import cast
 
-from kvtier.core.hints import Said, check_said
+from kvtier.core.hints import BlockHint, check_block_hint
 from kvtier.core.hot import Numbers
 from kvtier.core.types import NO_BLOCK, BlockId, Slot
 from kvtier.index.block_index import check_time
@@ -16,7 +16,7 @@ from kvtier.index.policies.replayed import LRU
 from kvtier.index.python_blocks import PythonBlocks
 from kvtier.index.residency import State
 
-MOST_HASH = (1 << 63) - 1
+MAX_HASH = (1 << 63) - 1
 
 
 class PythonKeyIndex(PythonBlocks, KeyIndex):
@@ -63,7 +63,7 @@ class PythonKeyIndex(PythonBlocks, KeyIndex):
         return MissingKeys(list(missing), ready)
 
     def hashes(self, blocks: Sequence[BlockId]) -> list[int]:
-        return [hash(key) & MOST_HASH for key in self.keys(blocks)]
+        return [hash(key) & MAX_HASH for key in self.keys(blocks)]
 
     def in_slots(self, slots: Collection[Slot], tier: str) -> list[BlockId]:
         places = [(block.block, self._residency(block.block, tier)) for block in self._blocks]
@@ -92,9 +92,9 @@ class PythonKeyIndex(PythonBlocks, KeyIndex):
     def on_request(self, keys: Iterable[bytes], now: float) -> None:
         check_time(now)
 
-    def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:
+    def retain(self, keys: Iterable[bytes], block_hint: BlockHint, now: float) -> None:
         check_time(now)
-        check_said(said)
+        check_block_hint(block_hint)
 
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
         return

@@ -19,8 +19,8 @@ SHARED_MEMORY = Path("/dev/shm")
 DEFAULT_TENANT = "default"
 """Tenant of engines that name none."""
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._]*(-[A-Za-z0-9._]+)*")
-MOST_TENANT_LETTERS = 64
-MOST_NAMED = 8
+MAX_TENANT_LETTERS = 64
+MAX_NAMED = 8
 """Most tenants that one message names."""
 
 
@@ -59,9 +59,9 @@ class TenantQuota:
 
 def check_tenant(name: str) -> None:
     """Raise ``ConfigError`` for a name that can't be a part of a file's name."""
-    if len(name) > MOST_TENANT_LETTERS or not TENANT.fullmatch(name):
+    if len(name) > MAX_TENANT_LETTERS or not TENANT.fullmatch(name):
         raise ConfigError(
-            f"tenant: {name[:MOST_TENANT_LETTERS]!r} is no name; use at most {MOST_TENANT_LETTERS} "
+            f"tenant: {name[:MAX_TENANT_LETTERS]!r} is no name; use at most {MAX_TENANT_LETTERS} "
             "letters, digits, dots, underscores and single dashes"
         )
 
@@ -162,8 +162,8 @@ def check_quotas(
             )
     if sum(floors.values()) > num_segments:
         largest = sorted(filter(floors.get, floors), key=floors.__getitem__, reverse=True)
-        named = ", ".join(f"{tenant} {floors[tenant]}" for tenant in largest[:MOST_NAMED])
-        others = ", ..." if len(largest) > MOST_NAMED else ""
+        named = ", ".join(f"{tenant} {floors[tenant]}" for tenant in largest[:MAX_NAMED])
+        others = ", ..." if len(largest) > MAX_NAMED else ""
         raise ConfigError(
             f"quota: the floors add up to {sum(floors.values())} segments of {segment_bytes} bytes "
             f"({named}{others}), and host_capacity has {num_segments}; lower them, or "

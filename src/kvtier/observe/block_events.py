@@ -32,12 +32,12 @@ Event = Mapping[str, object]
 Array = npt.NDArray[np.int64]
 T = TypeVar("T", bound=np.generic)
 
-MOST_BLOCKS = 1 << 18
+MAX_BLOCKS = 1 << 18
 """Maximum number of blocks in changes that wait for the publisher. They hold the tokens of their
 prompts: 64 MiB at 64 tokens per block. Beyond it, changes are lost and all subscribers have to
 start again."""
-MOST_CHANGES = 1 << 16
-MOST_RECENT = 1 << 16
+MAX_CHANGES = 1 << 16
+MAX_RECENT = 1 << 16
 """Blocks whose tokens are remembered, so that an event for a slower tier soon afterwards has them,
 too: 25 MB at 64 tokens per block."""
 
@@ -105,8 +105,8 @@ class BlockLog:
         num = len(change.blocks)
         if not num:
             return
-        is_full = self._num_put - self._num_taken + num > MOST_BLOCKS
-        if is_full or len(self._changes) >= MOST_CHANGES:
+        is_full = self._num_put - self._num_taken + num > MAX_BLOCKS
+        if is_full or len(self._changes) >= MAX_CHANGES:
             self._was_lost = True
             return
         self._num_put += num
@@ -223,7 +223,7 @@ class BlockEvents:
         self._parents[new[0]] = places[first - 1] + 1 if first else 0
         self._parents[new[1:]] = new[:-1] + 1
         self._recent.update(zip(new.tolist(), tokens[first:], strict=True))
-        while len(self._recent) > MOST_RECENT:
+        while len(self._recent) > MAX_RECENT:
             self._recent.popitem(last=False)
 
     def _stored(self, tier: str, places: Array, tokens: Sequence[bytes]) -> Event:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_PEERS = 64
+MAX_PEERS = 64
 """Maximum number of connections to one address."""
 NUM_REFUSED = 64
 """Connections that ZeroMQ may have accepted beyond it before they are refused."""
-MOST_BEHIND_BYTES = 16 << 20
+MAX_BEHIND_BYTES = 16 << 20
 """A subscriber that lags by more than this is disconnected, which bounds the buffers."""
 STUCK_S = 10.0
 """A replay client that reads nothing for this long is disconnected."""
@@ -77,7 +77,7 @@ class EventPeers:
     @property
     def max_descriptors(self) -> int:
         """Descriptors that all connections may use."""
-        return len(self._doors) * (MOST_PEERS + NUM_REFUSED)
+        return len(self._doors) * (MAX_PEERS + NUM_REFUSED)
 
     def watch(self, watched: zmq.Socket[bytes], is_replay: bool) -> None:
         """Limit the connections of ``watched``, which is not bound yet."""
@@ -131,11 +131,11 @@ class EventPeers:
     def _admit(self, door: _Door, descriptor: int) -> None:
         with suppress(OSError), _borrowed(descriptor) as connection:
             name = _name(connection)
-            if len(door.peers) >= MOST_PEERS and descriptor not in door.peers:
+            if len(door.peers) >= MAX_PEERS and descriptor not in door.peers:
                 connection.shutdown(socket.SHUT_RDWR)
                 logger.warning(
                     "events: connection refused, there are too many max=%d replay=%s",
-                    MOST_PEERS,
+                    MAX_PEERS,
                     door.is_replay,
                 )
             else:
@@ -163,7 +163,7 @@ class EventPeers:
             peer.at_empty = self.published_bytes
         if door.is_replay:
             return now - peer.since >= STUCK_S and unsent > 0
-        return self.published_bytes - peer.at_empty > MOST_BEHIND_BYTES
+        return self.published_bytes - peer.at_empty > MAX_BEHIND_BYTES
 
 
 @contextmanager

@@ -50,7 +50,7 @@ Counts = dict[tuple[MetricSpec, tuple[str, ...]], float]
 
 Observations = dict[tuple[MetricSpec, tuple[str, ...]], list[float]]
 
-MOST_OBSERVED = 4096
+MAX_OBSERVED = 4096
 """Maximum number of observations kept per metric and label values until they are taken."""
 
 
@@ -110,7 +110,7 @@ class Metrics:
             self._with_labels(self._histograms, metric, labels).observe(value)
         self._add(metric, value, labels)
         if metric in self._observed:
-            empty: deque[float] = deque(maxlen=MOST_OBSERVED)
+            empty: deque[float] = deque(maxlen=MAX_OBSERVED)
             self._observed[metric].setdefault(tuple(labels.values()), empty).append(value)
 
     def _with_labels(

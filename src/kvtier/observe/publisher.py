@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """Polling interval of the log. Events between two polls form one batch."""
-MOST_EVENTS = 256
+MAX_EVENTS = 256
 """Largest number of events in one batch."""
-MOST_UNREAD = 1000
+MAX_UNREAD = 1000
 """Batches queued per subscriber. A slow one loses further batches; it sees the gap in the numbers
 and may request a replay."""
-MOST_UNREAD_ANSWERS = 16
+MAX_UNREAD_ANSWERS = 16
 """Batches queued per replay client. The next ones follow when it has read some."""
 ANSWERS_AT_ONCE = 64
 """Batches of one replay that are sent before the next replay continues."""
@@ -45,7 +45,7 @@ HANDSHAKE_MS = 5000
 """Time limit of a connection's handshake."""
 ANSWER_PAUSE_S = 0.005
 """Interval of retries while replay clients have not read."""
-MOST_KEPT, MOST_KEPT_BYTES = 10_000, 64 << 20
+MAX_KEPT, MAX_KEPT_BYTES = 10_000, 64 << 20
 """Limits of the batches that can be replayed."""
 END = (-1).to_bytes(8, "big", signed=True)
 """Number of the last message of a replay."""
@@ -86,9 +86,9 @@ class Publisher:
         self._peers = EventPeers()
         self._poller = zmq.Poller()  # creating it costs as much as a wait
         try:
-            self._pub = self._bind(zmq.PUB, endpoint, MOST_UNREAD)
+            self._pub = self._bind(zmq.PUB, endpoint, MAX_UNREAD)
             if replay:
-                self._replay = self._bind(zmq.ROUTER, replay, MOST_UNREAD_ANSWERS)
+                self._replay = self._bind(zmq.ROUTER, replay, MAX_UNREAD_ANSWERS)
                 self._poller.register(self._replay, zmq.POLLIN)
             self._peers.start()
         except BaseException:
@@ -202,7 +202,7 @@ class Publisher:
             return
         self._kept.append((number, payload))
         self._num_kept_bytes += len(payload)
-        while len(self._kept) > MOST_KEPT or self._num_kept_bytes > MOST_KEPT_BYTES:
+        while len(self._kept) > MAX_KEPT or self._num_kept_bytes > MAX_KEPT_BYTES:
             self._num_kept_bytes -= len(self._kept.popleft()[1])
 
     def _hear(self, replay: zmq.Socket[bytes]) -> None:
@@ -242,5 +242,5 @@ def is_local(endpoint: str) -> bool:
 
 
 def _batches(events: Iterator[BlockEvent]) -> Iterator[list[BlockEvent]]:
-    while batch := list(islice(events, MOST_EVENTS)):
+    while batch := list(islice(events, MAX_EVENTS)):
         yield batch

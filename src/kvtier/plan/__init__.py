@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtier.plan.budget import WriteBudget
 from kvtier.plan.cost import CostModel, Costs, Route, Ways, Witnesses, ways_of
 from kvtier.plan.explain import Actual, Decision, Explanation, explain
-from kvtier.plan.needs import GroupRoom
+from kvtier.plan.needs import GroupCapacity
 from kvtier.plan.operations import Copy, Cut, Plan
 from kvtier.plan.planner import plan_groups, plan_load
 from kvtier.plan.prefill import PrefillCost
@@ -21,7 +21,7 @@ __all__ = [
     "Cut",
     "Decision",
     "Explanation",
-    "GroupRoom",
+    "GroupCapacity",
     "Plan",
     "PrefillCost",
     "Route",

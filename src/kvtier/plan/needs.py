@@ -13,7 +13,7 @@ from kvtier.core.types import DEVICE, GroupMatch
 
 
 @dataclass(frozen=True, slots=True)
-class GroupRoom:
+class GroupCapacity:
     """Inputs of a plan about one group of layers.
 
     num_free_slots: slots on the device that are free or evictable.
@@ -66,7 +66,7 @@ def coming_runs(match: GroupMatch, group: int) -> Iterator[tuple[NeedKind, range
                 yield NeedKind(group, tier, is_coming), part
 
 
-def stretches(match: GroupMatch, rooms: Sequence[GroupRoom]) -> Iterator[Stretch]:
+def stretches(match: GroupMatch, rooms: Sequence[GroupCapacity]) -> Iterator[Stretch]:
     r"""Yield all cuts of a match, in order, as stretches.
 
     If a group needs its last W blocks, a run enters with its first block and leaves W blocks later.

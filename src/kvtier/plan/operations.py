@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvtier.core.types import BlockId
 
-MOST_COMPARED = 32
+MAX_COMPARED = 32
 """Maximum number of cuts that a plan keeps: a fragmented prompt has thousands."""
 
 
@@ -52,7 +52,7 @@ class Plan:
     load_s, recompute_s: estimated seconds of the copies, and of the prefill of the rest.
     all_recompute_s: estimated seconds of the prefill without any reuse.
     compared: the cuts that were compared, shortest first, without the empty one; at most
-    ``MOST_COMPARED``, evenly spread.
+    ``MAX_COMPARED``, evenly spread.
     num_declined_blocks: usable blocks after the cut.
     """
 

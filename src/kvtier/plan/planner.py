@@ -11,8 +11,8 @@ from math import inf
 from kvtier.core.hot import Numbers
 from kvtier.core.types import DEVICE, BlockId, GroupMatch, Match
 from kvtier.plan.cost import Costs, Route
-from kvtier.plan.needs import GroupRoom, NeedKind, Stretch, coming_runs, stretches
-from kvtier.plan.operations import MOST_COMPARED, Copy, Cut, Plan
+from kvtier.plan.needs import GroupCapacity, NeedKind, Stretch, coming_runs, stretches
+from kvtier.plan.operations import MAX_COMPARED, Copy, Cut, Plan
 
 
 def plan_load(
@@ -31,7 +31,7 @@ def plan_load(
     return plan_groups(
         match.over_groups(),
         costs,
-        [GroupRoom(bytes_per_block, num_free_slots, num_staging_slots)],
+        [GroupCapacity(bytes_per_block, num_free_slots, num_staging_slots)],
         num_tokens=num_tokens,
         block_size=block_size,
         grain_blocks=grain_blocks,
@@ -42,7 +42,7 @@ def plan_load(
 def plan_groups(
     match: GroupMatch,
     costs: Costs,
-    rooms: Sequence[GroupRoom],
+    rooms: Sequence[GroupCapacity],
     *,
     num_tokens: int,
     block_size: int,
@@ -97,8 +97,8 @@ def plan_groups(
 
 
 def _spread(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
-    """Return at most ``MOST_COMPARED`` of the cuts, including the last one."""
-    step = -(-len(cuts) // MOST_COMPARED) or 1
+    """Return at most ``MAX_COMPARED`` of the cuts, including the last one."""
+    step = -(-len(cuts) // MAX_COMPARED) or 1
     return tuple(cuts[::-step][::-1])
 
 
@@ -118,7 +118,7 @@ class _Loads:
     """Cost of loading the blocks that a cut needs."""
 
     costs: Costs
-    rooms: Sequence[GroupRoom]
+    rooms: Sequence[GroupCapacity]
     deadline_s: float | None
 
     def candidates(self, stretch: Stretch, cuts: Sequence[int]) -> Iterator[tuple[int, float]]:
@@ -221,7 +221,7 @@ def _steps(base: int, slope: int, size: int) -> int:
     return -((base - size) // slope) if slope > 0 else (base - size) // -slope + 1
 
 
-def _copies(match: GroupMatch, group: int, room: GroupRoom, cut: int) -> list[Copy]:
+def _copies(match: GroupMatch, group: int, room: GroupCapacity, cut: int) -> list[Copy]:
     """Return one copy per source tier, for blocks neither on the device nor in flight to it."""
     sources: dict[str, list[Sequence[BlockId]]] = {}
     first = 0 if room.num_last is None else max(0, cut - room.num_last)

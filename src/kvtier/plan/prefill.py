@@ -27,7 +27,7 @@ FITS = ((1,), (1, 2), (0, 1), (0, 1, 2))
 """Sets of fitted terms (0: call, 1: token, 2: pair), fewest first."""
 GOOD_FIT = 0.01
 """Relative error below which further terms are not tried."""
-FEWEST_UNFITTED, MOST_UNFITTED = 8, 256
+FEWEST_UNFITTED, MAX_UNFITTED = 8, 256
 """Bounds of the number of observations after which ``recent`` fits again: as many as there were at
 the last fit."""
 DEVIATION = 4.0
@@ -130,7 +130,7 @@ class PrefillModel:
 
         A fit takes a hundred times as long as an observation.
         """
-        due = min(max(self._num_fitted, FEWEST_UNFITTED), MOST_UNFITTED)
+        due = min(max(self._num_fitted, FEWEST_UNFITTED), MAX_UNFITTED)
         if self._num_seen - self._num_fitted >= due:
             return self.cost
         return self._recent

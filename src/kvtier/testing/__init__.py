@@ -21,9 +21,10 @@ from kvtier.testing.memory import BlockBytes, host_memory, memory_bytes
 from kvtier.testing.policy_suite import PolicySuite
 from kvtier.testing.storage import MemoryStorage, StoredBlocks
 from kvtier.testing.storage_suite import StorageSuite
-from kvtier.testing.tier_suite import MemoryTierSuite, RoomSuite
+from kvtier.testing.tier_suite import AllocatorSuite, MemoryTierSuite
 
 __all__ = [
+    "AllocatorSuite",
     "BlockBytes",
     "BlockCacheHarness",
     "BlockCacheSuite",
@@ -35,7 +36,6 @@ __all__ = [
     "MemoryStorage",
     "MemoryTierSuite",
     "PolicySuite",
-    "RoomSuite",
     "StorageSuite",
     "StoredBlocks",
     "host_memory",

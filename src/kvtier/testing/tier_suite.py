@@ -11,14 +11,14 @@ import pytest
 from kvtier.core.types import Slot
 from kvtier.devices.base import CopyBatch, Device, Direction, Finding
 from kvtier.testing.memory import host_memory, memory_bytes
-from kvtier.tiers.base import MemoryTier, Room
+from kvtier.tiers.base import MemoryTier, SlotAllocator
 
 
-class RoomSuite(ABC):
-    """Conformance suite of ``Room``: allocating and freeing slots. Implement ``make_tier``."""
+class AllocatorSuite(ABC):
+    """Conformance suite of ``SlotAllocator``: allocate and free slots. Implement ``make_tier``."""
 
     @abstractmethod
-    def make_tier(self, num_slots: int) -> Room:
+    def make_tier(self, num_slots: int) -> SlotAllocator:
         """Make a tier with exactly ``num_slots`` free slots."""
 
     def test_new_tier_is_empty(self) -> None:
@@ -128,7 +128,7 @@ class RoomSuite(ABC):
         tier.close()
 
 
-class MemoryTierSuite(RoomSuite):
+class MemoryTierSuite(AllocatorSuite):
     """Conformance suite of memory tiers, with the device that copies to and from them."""
 
     @abstractmethod

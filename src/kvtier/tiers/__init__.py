@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.tiers.base import DeviceTier, DistantRoom, MemoryTier, Quota, Room
+from kvtier.tiers.base import DeviceTier, DistantAllocator, MemoryTier, Quota, SlotAllocator
 from kvtier.tiers.memory.arena import ArenaOptions, HugePages
 from kvtier.tiers.memory.host import HostTier
 from kvtier.tiers.memory.lent import LentMemory
@@ -19,7 +19,7 @@ from kvtier.tiers.storage import (
 __all__ = [
     "ArenaOptions",
     "DeviceTier",
-    "DistantRoom",
+    "DistantAllocator",
     "HostTier",
     "HugePages",
     "KeptKeys",
@@ -28,8 +28,8 @@ __all__ = [
     "Outcome",
     "Pieces",
     "Quota",
-    "Room",
     "ScrubReport",
+    "SlotAllocator",
     "StorageFacts",
     "StorageSite",
     "StorageTier",

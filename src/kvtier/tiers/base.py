@@ -18,7 +18,7 @@ from kvtier.tiers.memory.slots import SlotPool, check_slots
 from kvtier.tiers.pieces import Pieces
 
 
-class Room(ABC):
+class SlotAllocator(ABC):
     """Allocator of ``num_slots`` slots for blocks. The index knows the contents of the slots.
 
     The caller guarantees
@@ -70,7 +70,7 @@ class Room(ABC):
         return
 
 
-class DistantRoom(Room):
+class DistantAllocator(SlotAllocator):
     """Slots in the memory of other processes. They are closed until ``open`` is called."""
 
     def __init__(self, num_slots: int) -> None:
@@ -97,7 +97,7 @@ class DistantRoom(Room):
         self._slots.free(slots)
 
 
-class MemoryTier(Room):
+class MemoryTier(SlotAllocator):
     """Tier whose slots lie in memory, in a layout. A device copies to and from it directly.
 
     The constructor raises ``ConfigError`` if the capacity cannot be allocated. After ``close`` the
@@ -154,7 +154,7 @@ class MemoryTier(Room):
         """Release the tier's memory."""
 
 
-class Quota(Room):
+class Quota(SlotAllocator):
     """Slots of a tier that keeps blocks by key. They are only counted; they name no location.
 
     limit: returns the number of blocks that the tier has room for now. It may shrink.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.cache.block_cache import BlockState
-from tests.cache.keyed_world import KEYS, Engine
+from tests.cache.keyed_harness import KEYS, Engine
 
 
 class Picky(Engine):

@@ -1,4 +1,4 @@
-"""Worlds for the tests of the cache. Each is closed and checked at the end."""
+"""Harnesss for the tests of the cache. Each is closed and checked at the end."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvtier.core.types import WritePolicy
-from tests.cache.tokens.world import World
+from tests.cache.tokens.harness import Harness
 
 
 @pytest.fixture
-def make_world() -> Iterator[Callable[..., World]]:
-    made: list[World] = []
+def make_harness() -> Iterator[Callable[..., Harness]]:
+    made: list[Harness] = []
 
-    def make(policy: WritePolicy = WritePolicy.WRITE_THROUGH, **settings: float) -> World:
-        made.append(World(policy, **settings))  # type: ignore[arg-type]
+    def make(policy: WritePolicy = WritePolicy.WRITE_THROUGH, **settings: float) -> Harness:
+        made.append(Harness(policy, **settings))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
-    for world in made:
-        world.close()
+    for harness in made:
+        harness.close()
 
 
 @pytest.fixture
-def world(make_world: Callable[..., World]) -> World:
-    return make_world()
+def harness(make_harness: Callable[..., Harness]) -> Harness:
+    return make_harness()

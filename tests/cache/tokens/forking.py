@@ -33,7 +33,7 @@ from kvtier.tiers.disk.format.folder import owner_of
 from kvtier.tiers.disk.io import open_engine
 from kvtier.tiers.disk.opening import read_superblock
 from tests.cache.tokens.locking import LockingDevice
-from tests.tiers.disk.world import key, world
+from tests.tiers.disk.harness import harness, key
 
 NOT_HERE = 77
 """Exit status if the system lacks a feature that the scenario needs."""
@@ -96,7 +96,7 @@ def ring(fork: Fork, folder: Path) -> None:
 
 def slab(fork: Fork, folder: Path) -> None:
     """The owner keeps its lock, and its later writes are found after a restart."""
-    with world(folder) as here:
+    with harness(folder) as here:
         before = here.put(1, 2)
 
         def meddle() -> None:
@@ -118,7 +118,7 @@ def slab(fork: Fork, folder: Path) -> None:
 def lock(fork: Fork, folder: Path) -> None:
     """A child that lives on does not hold the slab's lock after the owner has closed it."""
     del fork
-    with world(folder) as here:
+    with harness(folder) as here:
         here.put(1)
         end = os.pipe()
         child = os.fork()
@@ -135,7 +135,7 @@ def lock(fork: Fork, folder: Path) -> None:
 def killed(fork: Fork, folder: Path) -> None:
     """The parent is killed, and its child lives on until its input ends."""
     del fork
-    with world(folder) as here:
+    with harness(folder) as here:
         here.put(1)
         if os.fork() == 0:
             print("ready", flush=True)

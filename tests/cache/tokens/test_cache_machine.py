@@ -30,7 +30,7 @@ from kvtier.devices import Direction
 from kvtier.index import State
 from kvtier.index.trie import Node
 from kvtier.layout import ORDERS
-from tests.cache.tokens.world import BLOCK_SIZE, DEADLINE_S, GROUP, Request, World, count
+from tests.cache.tokens.harness import BLOCK_SIZE, DEADLINE_S, GROUP, Harness, Request, count
 
 
 def _prompt(num_tokens: int, fork: int) -> list[int]:
@@ -62,7 +62,7 @@ HINTS = [
 
 
 class CacheMachine(RuleBasedStateMachine):
-    make_world = World
+    make_harness = Harness
     policy = WritePolicy.WRITE_THROUGH
     disk_blocks = 0
     has_lost = False
@@ -82,8 +82,8 @@ class CacheMachine(RuleBasedStateMachine):
         store_batch_bytes: int,
         opens_in_steps: bool,
     ) -> None:
-        """Make a world. ``prefill_s`` per token is unknown, too low for reloads, or very high."""
-        self.world = self.make_world(
+        """Make a harness. ``prefill_s`` per token is unknown, too low for reloads, or very high."""
+        self.harness = self.make_harness(
             self.policy,
             layout=layout,
             host_blocks=host_blocks,
@@ -91,7 +91,7 @@ class CacheMachine(RuleBasedStateMachine):
             disk_blocks=self.disk_blocks,
             opens_in_steps=opens_in_steps,
         )
-        self.cache, self.device = self.world.cache, self.world.device
+        self.cache, self.device = self.harness.cache, self.harness.device
         self.committed: set[tuple[bytes, ...]] = set()
         self.is_held = False
         if prefill_s is not None:
@@ -117,15 +117,15 @@ class CacheMachine(RuleBasedStateMachine):
             if not self.is_held:
                 self.cache.poll()
             if request.lease.ready and not request.lease.broken:
-                self.world.check_request(request)
-                self.world.compute(request, len(request.labels))
+                self.harness.check_request(request)
+                self.harness.compute(request, len(request.labels))
                 self._commit(request, len(request.labels))
-            if not keep or len(self.world.requests) > 2:
+            if not keep or len(self.harness.requests) > 2:
                 self._release(request)
         if clear:
             self.clear(DEVICE)
 
-    @precondition(lambda self: len(self.world.requests) < 3)
+    @precondition(lambda self: len(self.harness.requests) < 3)
     @rule(
         tokens=prompts,
         namespace=namespaces,
@@ -156,7 +156,7 @@ class CacheMachine(RuleBasedStateMachine):
         load: bool = True,
     ) -> Request | None:
         could_be_had = self._num_could_be_had()
-        request = self.world.fetch(tokens, num_output_blocks, grain_blocks, load, namespace)
+        request = self.harness.fetch(tokens, num_output_blocks, grain_blocks, load, namespace)
         self._settle()
         if request is None:
             wanted = len(tokens) // BLOCK_SIZE + 1 + num_output_blocks
@@ -169,7 +169,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert load or request.lease.ready, "waits for a load that was not wanted"
         return request
 
-    @precondition(lambda self: len(self.world.requests) < 2 and self.committed)
+    @precondition(lambda self: len(self.harness.requests) < 2 and self.committed)
     @rule(data=st.data(), num_requests=st.integers(1, 3))
     def load_the_same_prompt_for_several(self, data: st.DataObject, num_requests: int) -> None:
         """No load ends before the machine releases it."""
@@ -191,18 +191,18 @@ class CacheMachine(RuleBasedStateMachine):
 
         return free + sum(
             node.residencies[0].state is State.READY and may_leave(node)
-            for node in self.world.nodes()
+            for node in self.harness.nodes()
         )
 
     def _release(self, request: Request) -> None:
-        self.world.release(request)
+        self.harness.release(request)
         self._settle()
 
     def _key(self, request: Request, num_blocks: int) -> tuple[bytes, ...]:
         return (request.namespace, *request.labels[:num_blocks])
 
     def _usable(self) -> list[Request]:
-        return [r for r in self.world.requests if r.lease.ready and not r.lease.broken]
+        return [r for r in self.harness.requests if r.lease.ready and not r.lease.broken]
 
     def _draw(self, data: st.DataObject, requests: list[Request]) -> Request:
         number = data.draw(st.integers(0, len(requests) - 1), label="request")
@@ -215,8 +215,8 @@ class CacheMachine(RuleBasedStateMachine):
         request = self._draw(data, self._usable())
         written = request.num_written
         to = data.draw(st.integers(written, max(written, len(request.labels))))
-        self.world.check_request(request)
-        self.world.compute(request, to)
+        self.harness.check_request(request)
+        self.harness.compute(request, to)
         self._commit(request, data.draw(st.integers(0, to)))
 
     def _commit(self, request: Request, num_blocks: int) -> None:
@@ -241,7 +241,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(tokens=prompts, namespace=namespaces)
     def follow(self, tokens: list[int], namespace: bytes) -> None:
         """A layer's bytes are present once compute was held for it, before the lease is ready."""
-        request = self.world.fetch(tokens, namespace=namespace)
+        request = self.harness.fetch(tokens, namespace=namespace)
         if request is None:
             return
         gate = self.cache.follow(request.lease)
@@ -257,30 +257,30 @@ class CacheMachine(RuleBasedStateMachine):
                 self._check_layer(request, layer)
             gate.wait()
         except DeviceError:
-            self.world.wait()
+            self.harness.wait()
             self.cache.poll()
             assert request.lease.broken, "the gate was shut for no reason"
 
     def _check_layer(self, request: Request, layer: int) -> None:
-        content = self.world.contents()[DEVICE]
+        content = self.harness.contents()[DEVICE]
         per_layer = GROUP.bytes_per_block // GROUP.num_layers
         part = slice(layer * per_layer, (layer + 1) * per_layer)
         for position in range(request.lease.num_shared):
             found = content[request.lease.slots[position]][part]
-            assert np.array_equal(found, self.world.expected(request, position)[part])
+            assert np.array_equal(found, self.harness.expected(request, position)[part])
 
-    @precondition(lambda self: self.world.requests)
+    @precondition(lambda self: self.harness.requests)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         """Release any request, including one that still waits, as when its client disconnects."""
-        request = self._draw(data, self.world.requests)
+        request = self._draw(data, self.harness.requests)
         self._release(request)
         self.cache.release(request.lease)
 
-    @precondition(lambda self: any(r.lease.broken for r in self.world.requests))
+    @precondition(lambda self: any(r.lease.broken for r in self.harness.requests))
     @rule(data=st.data())
     def recompute_what_did_not_arrive(self, data: st.DataObject) -> None:
-        request = self._draw(data, [r for r in self.world.requests if r.lease.broken])
+        request = self._draw(data, [r for r in self.harness.requests if r.lease.broken])
         self._release(request)
         num_blocks = request.num_tokens // BLOCK_SIZE + 1
         lease = self.cache.fetch(
@@ -289,8 +289,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert lease is None or (lease.ready and not lease.broken)
         if lease is not None:
             again = Request(request.namespace, request.labels, request.num_tokens, lease)
-            self.world.requests.append(again)
-            self.world.compute(again, len(again.labels))
+            self.harness.requests.append(again)
+            self.harness.compute(again, len(again.labels))
             self._commit(again, len(again.labels))
         self._settle()
 
@@ -298,9 +298,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _settle(self) -> None:
         """Run all copies unless they are held. The cache notices none before the next poll."""
-        self.world.wait_for_threads()
+        self.harness.wait_for_threads()
         if not self.is_held:
-            self.world.wait()
+            self.harness.wait()
 
     @rule()
     def poll(self) -> None:
@@ -311,7 +311,7 @@ class CacheMachine(RuleBasedStateMachine):
     def drain(self) -> None:
         self.let_go()
         assert self.cache.drain()
-        assert all(request.lease.ready for request in self.world.requests)
+        assert all(request.lease.ready for request in self.harness.requests)
 
     def hold(self) -> None:
         """Hold loads, and stores unless the policy is write-back: demotions wait for stores."""
@@ -323,7 +323,7 @@ class CacheMachine(RuleBasedStateMachine):
     def let_go(self) -> None:
         self.is_held = False
         self.device.let_go()
-        self.world.wait()
+        self.harness.wait()
 
     @rule(direction=directions, nth=st.integers(1, 2), how=st.sampled_from(["", "half", "crash"]))
     def fail(self, direction: Direction, nth: int, how: str) -> None:
@@ -334,19 +334,19 @@ class CacheMachine(RuleBasedStateMachine):
         }
         faults[how](direction, nth)
 
-    @precondition(lambda self: any(not r.lease.ready for r in self.world.requests))
+    @precondition(lambda self: any(not r.lease.ready for r in self.harness.requests))
     @rule()
     def be_late(self) -> None:
         """Let the deadline of every load pass."""
-        self.world.clock.now += DEADLINE_S + 1
+        self.harness.clock.now += DEADLINE_S + 1
         self.cache.poll()
-        assert all(request.lease.ready for request in self.world.requests)
+        assert all(request.lease.ready for request in self.harness.requests)
         self._settle()
 
-    @precondition(lambda self: self.world.host.num_open < self.world.host.num_slots)
+    @precondition(lambda self: self.harness.host.num_open < self.harness.host.num_slots)
     @rule()
     def open_more(self) -> None:
-        self.world.open_more()
+        self.harness.open_more()
 
     @rule(tier=st.sampled_from([DEVICE, DEVICE, HOST]))
     def clear(self, tier: str) -> None:
@@ -358,8 +358,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_right_and_everything_adds_up(self) -> None:
-        if hasattr(self, "world"):
-            self.world.check()
+        if hasattr(self, "harness"):
+            self.harness.check()
 
     @rule(tokens=prompts, namespace=namespaces)
     def match(self, tokens: list[int], namespace: bytes) -> None:
@@ -371,14 +371,14 @@ class CacheMachine(RuleBasedStateMachine):
         assert num_blocks <= longest, "a block that nobody committed"
         evicted = sum(
             count(self.cache.metrics, "kvtier_evicted_blocks_total", tier=tier)
-            for tier in self.world.tiers
+            for tier in self.harness.tiers
         )
         may_be_shorter = evicted or self.has_lost
         assert may_be_shorter or num_blocks == longest, "a block is lost that nobody evicted"
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.close()
+        if hasattr(self, "harness"):
+            self.harness.close()
 
 
 class StorageMachine(CacheMachine):
@@ -389,36 +389,36 @@ class StorageMachine(CacheMachine):
     @rule()
     def hold(self) -> None:
         super().hold()
-        self.world.storage.open_reads.clear()
-        self.world.storage.open_writes.clear()
+        self.harness.storage.open_reads.clear()
+        self.harness.storage.open_writes.clear()
 
     @rule()
     def let_go(self) -> None:
-        self.world.open_storage()
+        self.harness.open_storage()
         super().let_go()
 
-    @precondition(lambda self: self.world.shelf.blocks)
+    @precondition(lambda self: self.harness.shelf.blocks)
     @rule(data=st.data())
     def spoil(self, data: st.DataObject) -> None:
         """Make a block unreadable from now on."""
-        number = data.draw(st.integers(0, len(self.world.shelf.blocks) - 1), label="block")
-        self.world.storage.spoiled.add(list(self.world.shelf.blocks)[number])
+        number = data.draw(st.integers(0, len(self.harness.shelf.blocks) - 1), label="block")
+        self.harness.storage.spoiled.add(list(self.harness.shelf.blocks)[number])
         self.has_lost = True
 
-    @precondition(lambda self: self.world.shelf.blocks)
+    @precondition(lambda self: self.harness.shelf.blocks)
     @rule(data=st.data())
     def refuse(self, data: st.DataObject) -> None:
         """Make a block unwritable from now on."""
-        number = data.draw(st.integers(0, len(self.world.shelf.blocks) - 1), label="block")
-        self.world.storage.refused.add(list(self.world.shelf.blocks)[number])
+        number = data.draw(st.integers(0, len(self.harness.shelf.blocks) - 1), label="block")
+        self.harness.storage.refused.add(list(self.harness.shelf.blocks)[number])
 
     @rule(disk_blocks=st.sampled_from([10, 10, 4]), opens_in_steps=st.booleans())
     def restart(self, disk_blocks: int, opens_in_steps: bool) -> None:
         """A new cache recovers the blocks that the last one has stored."""
         self.let_go()
-        shelf = self.world.shelf
-        self.world.end()
-        self.world = self.make_world(
+        shelf = self.harness.shelf
+        self.harness.end()
+        self.harness = self.make_harness(
             self.policy,
             host_blocks=20,
             disk_blocks=disk_blocks,
@@ -426,23 +426,25 @@ class StorageMachine(CacheMachine):
             layout="layer_first",
             opens_in_steps=opens_in_steps,
         )
-        self.cache, self.device = self.world.cache, self.world.device
+        self.cache, self.device = self.harness.cache, self.harness.device
         self.has_lost = True
 
-    @precondition(lambda self: len(self.world.prefetches) < 3)
+    @precondition(lambda self: len(self.harness.prefetches) < 3)
     @rule(tokens=prompts, namespace=namespaces, hold=st.booleans())
     def prefetch(self, tokens: list[int], namespace: bytes, hold: bool) -> None:
         if hold:
             self.hold()
-        prefetch = self.world.prefetch(tokens, namespace)
-        assert prefetch is not None or len(self.world.prefetches) > 0, "refused, though none holds"
+        prefetch = self.harness.prefetch(tokens, namespace)
+        assert prefetch is not None or len(self.harness.prefetches) > 0, (
+            "refused, though none holds"
+        )
         self._settle()
 
-    @precondition(lambda self: self.world.prefetches)
+    @precondition(lambda self: self.harness.prefetches)
     @rule(data=st.data())
     def end_prefetch(self, data: st.DataObject) -> None:
-        number = data.draw(st.integers(0, len(self.world.prefetches) - 1), label="prefetch")
-        self.world.end_prefetch(self.world.prefetches[number])
+        number = data.draw(st.integers(0, len(self.harness.prefetches) - 1), label="prefetch")
+        self.harness.end_prefetch(self.harness.prefetches[number])
         self._settle()
 
     @rule()

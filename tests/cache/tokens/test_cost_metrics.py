@@ -11,9 +11,9 @@ from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.observe import Metrics
 from kvtier.plan import CostModel
 
-from .world import A, World, count
+from .harness import A, Harness, count
 
-MakeWorld = Callable[..., World]
+MakeHarness = Callable[..., Harness]
 LONG = [*A, 9]
 ROUTE = (DISK, HOST)
 
@@ -78,75 +78,75 @@ def test_what_waiting_cost_is_taken_off_what_was_saved(metrics: Metrics) -> None
     assert count(metrics, "kvtier_saved_tokens_total") == 500
 
 
-def test_blocks_that_are_loaded_are_counted_by_decision(make_world: MakeWorld) -> None:
-    world = make_world(disk_blocks=30)
-    world.serve(LONG)
-    world.lose_the_device()
-    world.serve(LONG)
-    metrics = world.cache.metrics
+def test_blocks_that_are_loaded_are_counted_by_decision(make_harness: MakeHarness) -> None:
+    harness = make_harness(disk_blocks=30)
+    harness.serve(LONG)
+    harness.lose_the_device()
+    harness.serve(LONG)
+    metrics = harness.cache.metrics
     assert count(metrics, "kvtier_planned_blocks_total", decision="load") == 4
     assert count(metrics, "kvtier_planned_blocks_total", decision="recompute") == 0
     assert count(metrics, "kvtier_saved_tokens_total") == 8
 
 
-def test_blocks_that_are_faster_to_compute_are_counted_so(make_world: MakeWorld) -> None:
-    world = make_world(disk_blocks=30)
-    world.serve(LONG)
-    world.lose_the_device()
-    world.cache._ladder.costs.observe_copy((HOST, DEVICE), 1, 1.0)
-    world.cache.observe_prefill(0, 1000, 1e-6)
-    world.serve(LONG)
-    metrics = world.cache.metrics
+def test_blocks_that_are_faster_to_compute_are_counted_so(make_harness: MakeHarness) -> None:
+    harness = make_harness(disk_blocks=30)
+    harness.serve(LONG)
+    harness.lose_the_device()
+    harness.cache._ladder.costs.observe_copy((HOST, DEVICE), 1, 1.0)
+    harness.cache.observe_prefill(0, 1000, 1e-6)
+    harness.serve(LONG)
+    metrics = harness.cache.metrics
     assert count(metrics, "kvtier_planned_blocks_total", decision="recompute") == 4
     assert count(metrics, "kvtier_planned_blocks_total", decision="load") == 0
     assert count(metrics, "kvtier_saved_tokens_total") == 0
 
 
-def test_blocks_on_the_device_are_no_decision(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.serve(LONG)
-    world.serve(LONG)
+def test_blocks_on_the_device_are_no_decision(make_harness: MakeHarness) -> None:
+    harness = make_harness()
+    harness.serve(LONG)
+    harness.serve(LONG)
     for decision in ("load", "recompute"):
         name = "kvtier_planned_blocks_total"
-        assert count(world.cache.metrics, name, decision=decision) == 0
+        assert count(harness.cache.metrics, name, decision=decision) == 0
 
 
-def test_loads_are_expected_and_measured_by_where_they_come_from(make_world: MakeWorld) -> None:
-    world = make_world(disk_blocks=30)
-    world.serve(LONG)
+def test_loads_are_expected_and_measured_by_where_they_come_from(make_harness: MakeHarness) -> None:
+    harness = make_harness(disk_blocks=30)
+    harness.serve(LONG)
     for _ in range(2):
-        world.lose_the_device()
-        world.serve(LONG)
-    metrics = world.cache.metrics
+        harness.lose_the_device()
+        harness.serve(LONG)
+    metrics = harness.cache.metrics
     assert count(metrics, "kvtier_load_error_ratio_count", src=HOST) >= 1
     assert count(metrics, "kvtier_predicted_load_seconds_total", src=HOST) > 0
     assert count(metrics, "kvtier_load_error_ratio_count", src=DEVICE) == 0, "stores are no loads"
 
 
-def test_what_is_under_way_is_a_gauge_until_it_has_ended(make_world: MakeWorld) -> None:
-    world = make_world(disk_blocks=30)
-    world.put_on_host(LONG)
-    request = world.ask(LONG)
+def test_what_is_under_way_is_a_gauge_until_it_has_ended(make_harness: MakeHarness) -> None:
+    harness = make_harness(disk_blocks=30)
+    harness.put_on_host(LONG)
+    request = harness.ask(LONG)
     route = {"src": HOST, "dst": DEVICE}
-    metrics = world.cache.update_metrics()
+    metrics = harness.cache.update_metrics()
     assert count(metrics, "kvtier_transfers_in_flight", **route) == 1
-    world.device.let_go()
-    assert world.cache.drain()
-    world.finish(request)
-    metrics = world.cache.update_metrics()
+    harness.device.let_go()
+    assert harness.cache.drain()
+    harness.finish(request)
+    metrics = harness.cache.update_metrics()
     assert count(metrics, "kvtier_transfers_in_flight", **route) == 0
     assert metrics.registry.get_sample_value("kvtier_queued_seconds", route) == 0.0
     assert metrics.registry.get_sample_value("kvtier_breaker_state", {"tier": DISK}) == 0.0
 
 
-def test_gauges_are_told_once_a_second_by_those_who_poll(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.clock.now = 100.0
-    world.cache.poll()
-    assert world.cache.metrics.take_levels()
-    world.clock.now += 0.5
-    world.cache.poll()
-    assert not world.cache.metrics.take_levels()
-    world.clock.now += 0.6
-    world.cache.poll()
-    assert world.cache.metrics.take_levels()
+def test_gauges_are_told_once_a_second_by_those_who_poll(make_harness: MakeHarness) -> None:
+    harness = make_harness()
+    harness.clock.now = 100.0
+    harness.cache.poll()
+    assert harness.cache.metrics.take_levels()
+    harness.clock.now += 0.5
+    harness.cache.poll()
+    assert not harness.cache.metrics.take_levels()
+    harness.clock.now += 0.6
+    harness.cache.poll()
+    assert harness.cache.metrics.take_levels()

@@ -22,9 +22,9 @@ from kvtier.tiers import DeviceTier, StorageFacts
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
 
-from .world import GROUP, A, B, C, Request, World, count, until
+from .harness import GROUP, A, B, C, Harness, Request, count, until
 
-MakeWorld = Callable[..., World]
+MakeHarness = Callable[..., Harness]
 LONG = [*A, 9]
 """Four blocks that can be reused, and a token left to compute."""
 ON, AUTO, OFF = (
@@ -34,16 +34,16 @@ READ_ONLY = StorageFacts(finds_at_once=True, writes_from=frozenset({"elsewhere"}
 
 
 @pytest.fixture
-def shelf(make_world: MakeWorld) -> StoredBlocks:
+def shelf(make_harness: MakeHarness) -> StoredBlocks:
     """Return storage in which an earlier process has left ``LONG``."""
     made = StoredBlocks()
-    make_world(disk_blocks=30, shelf=made).serve(LONG)
+    make_harness(disk_blocks=30, shelf=made).serve(LONG)
     return made.copy()
 
 
-def storage_of(world: World) -> MemoryStorage:
-    assert world.storage is not None
-    return world.storage
+def storage_of(harness: Harness) -> MemoryStorage:
+    assert harness.storage is not None
+    return harness.storage
 
 
 def hits(request: Request) -> dict[str, int]:
@@ -54,51 +54,53 @@ def hits(request: Request) -> dict[str, int]:
 
 
 def test_what_goes_straight_leaves_host_memory_alone(
-    make_world: MakeWorld, shelf: StoredBlocks
+    make_harness: MakeHarness, shelf: StoredBlocks
 ) -> None:
-    world = make_world(disk_blocks=30, shelf=shelf, storage_facts=ON)
-    request = world.start(LONG)
+    harness = make_harness(disk_blocks=30, shelf=shelf, storage_facts=ON)
+    request = harness.start(LONG)
     assert hits(request) == {DISK: 4}
-    assert world.held(HOST) == 0
-    world.finish(request)
+    assert harness.held(HOST) == 0
+    harness.finish(request)
 
 
 def test_what_is_read_ahead_goes_to_host_memory_all_the_same(
-    make_world: MakeWorld, shelf: StoredBlocks
+    make_harness: MakeHarness, shelf: StoredBlocks
 ) -> None:
     """Nothing on the device is held for a request that is still queued."""
-    world = make_world(disk_blocks=30, shelf=shelf, storage_facts=ON)
-    prefetch = world.prefetch(LONG)
+    harness = make_harness(disk_blocks=30, shelf=shelf, storage_facts=ON)
+    prefetch = harness.prefetch(LONG)
     assert prefetch is not None
-    assert world.cache.drain()
-    assert world.held(HOST) == 4
-    request = world.start(LONG)
+    assert harness.cache.drain()
+    assert harness.held(HOST) == 4
+    request = harness.start(LONG)
     assert hits(request) == {HOST: 4}
-    world.end_prefetch(prefetch)
-    world.finish(request)
+    harness.end_prefetch(prefetch)
+    harness.finish(request)
 
 
 @pytest.mark.parametrize(("facts", "num_loaded"), [(AUTO, 4), (OFF, 2)], ids=["auto", "off"])
 def test_what_host_memory_has_no_room_for_goes_straight(
-    make_world: MakeWorld, shelf: StoredBlocks, facts: StorageFacts, num_loaded: int
+    make_harness: MakeHarness, shelf: StoredBlocks, facts: StorageFacts, num_loaded: int
 ) -> None:
-    world = make_world(disk_blocks=30, host_blocks=2, shelf=shelf, storage_facts=facts)
-    request = world.start(LONG)
+    harness = make_harness(disk_blocks=30, host_blocks=2, shelf=shelf, storage_facts=facts)
+    request = harness.start(LONG)
     assert hits(request) == {DISK: num_loaded}
-    assert world.held(HOST) == 2
-    world.finish(request)
+    assert harness.held(HOST) == 2
+    harness.finish(request)
 
 
-def test_a_straight_read_that_fails_is_computed(make_world: MakeWorld, shelf: StoredBlocks) -> None:
-    world = make_world(disk_blocks=30, shelf=shelf, storage_facts=ON)
-    storage_of(world).spoiled.add(list(shelf.blocks)[1])
-    request = world.start(LONG)
+def test_a_straight_read_that_fails_is_computed(
+    make_harness: MakeHarness, shelf: StoredBlocks
+) -> None:
+    harness = make_harness(disk_blocks=30, shelf=shelf, storage_facts=ON)
+    storage_of(harness).spoiled.add(list(shelf.blocks)[1])
+    request = harness.start(LONG)
     assert request.lease.broken
-    world.release(request)
-    world.cache.poll()
-    again = world.start(LONG)
+    harness.release(request)
+    harness.cache.poll()
+    again = harness.start(LONG)
     assert sum(hits(again).values()) < 4
-    world.finish(again)
+    harness.finish(again)
 
 
 # -- writes without a host tier --------------------------------------------------------------------
@@ -106,86 +108,90 @@ def test_a_straight_read_that_fails_is_computed(make_world: MakeWorld, shelf: St
 
 @pytest.mark.parametrize("facts", [OFF, READ_ONLY], ids=["as they lie", "by the ring"])
 def test_storage_that_hangs_holds_no_more_of_the_device_than_a_ring_has(
-    make_world: MakeWorld, facts: StorageFacts, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, facts: StorageFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No request waits. Blocks that the ring has no room for are not written."""
     monkeypatch.setattr("kvtier.cache.transfer.ring.RING_BYTES", 2 * GROUP.bytes_per_block)
-    world = make_world(disk_blocks=30, host_blocks=0, device_blocks=24, storage_facts=facts)
-    storage_of(world).open_writes.clear()
-    archive = world.cache._ladder._write_queues._queues[DISK]
+    harness = make_harness(disk_blocks=30, host_blocks=0, device_blocks=24, storage_facts=facts)
+    storage_of(harness).open_writes.clear()
+    archive = harness.cache._ladder._write_queues._queues[DISK]
     for number in range(20):
-        request = world.ask([number + 10] * 9)
+        request = harness.ask([number + 10] * 9)
         assert request.lease.ready, "there is nothing to load"
-        world.compute(request, len(request.labels))
-        world.cache.commit(request.lease, len(request.labels))
-        world.release(request)
-        world.cache.poll()
+        harness.compute(request, len(request.labels))
+        harness.cache.commit(request.lease, len(request.labels))
+        harness.release(request)
+        harness.cache.poll()
         assert archive._num_moving <= 2
-    assert count(world.cache.metrics, "kvtier_unwritten_blocks_total", tier=DISK) > 0
-    storage_of(world).open_writes.set()
-    until(world, lambda: world.held(DISK) >= 2)
+    assert count(harness.cache.metrics, "kvtier_unwritten_blocks_total", tier=DISK) > 0
+    storage_of(harness).open_writes.set()
+    until(harness, lambda: harness.held(DISK) >= 2)
 
 
-def ring_of(world: World) -> Ring:
-    mover = world.cache._ladder._mover
+def ring_of(harness: Harness) -> Ring:
+    mover = harness.cache._ladder._mover
     assert isinstance(mover, LocalMover)
     assert mover._ring is not None
     return mover._ring
 
 
-def is_empty(world: World) -> None:
-    until(world, lambda: ring_of(world).num_used == 0, polls=False)
+def is_empty(harness: Harness) -> None:
+    until(harness, lambda: ring_of(harness).num_used == 0, polls=False)
 
 
-def test_what_can_not_be_written_from_the_device_passes_a_ring(make_world: MakeWorld) -> None:
+def test_what_can_not_be_written_from_the_device_passes_a_ring(make_harness: MakeHarness) -> None:
     shelf = StoredBlocks()
-    earlier = make_world(disk_blocks=30, host_blocks=0, shelf=shelf, storage_facts=READ_ONLY)
+    earlier = make_harness(disk_blocks=30, host_blocks=0, shelf=shelf, storage_facts=READ_ONLY)
     for prompt in (LONG, [*B, 9], [*C, 9]):
         earlier.serve(prompt)
     assert len(shelf.blocks) == 12
     is_empty(earlier)
-    world = make_world(disk_blocks=30, host_blocks=0, shelf=shelf, storage_facts=READ_ONLY)
-    request = world.start(LONG)
+    harness = make_harness(disk_blocks=30, host_blocks=0, shelf=shelf, storage_facts=READ_ONLY)
+    request = harness.start(LONG)
     assert hits(request) == {DISK: 4}
-    world.finish(request)
+    harness.finish(request)
 
 
 @pytest.mark.parametrize("fault", ["fail", "fail_half_way", "crash"])
-def test_a_copy_to_the_ring_that_fails_is_not_written(make_world: MakeWorld, fault: str) -> None:
-    world = make_world(disk_blocks=30, host_blocks=0, storage_facts=READ_ONLY)
-    getattr(world.device, fault)(Direction.STORE)
-    world.serve(LONG)
-    is_empty(world)
-    assert world.held(DISK) == 2, "of two pieces one"
-    world.serve(LONG)
-    assert world.held(DISK) == 4, "its next use offers it again"
+def test_a_copy_to_the_ring_that_fails_is_not_written(
+    make_harness: MakeHarness, fault: str
+) -> None:
+    harness = make_harness(disk_blocks=30, host_blocks=0, storage_facts=READ_ONLY)
+    getattr(harness.device, fault)(Direction.STORE)
+    harness.serve(LONG)
+    is_empty(harness)
+    assert harness.held(DISK) == 2, "of two pieces one"
+    harness.serve(LONG)
+    assert harness.held(DISK) == 4, "its next use offers it again"
 
 
-def test_a_full_ring_drops(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_ring_drops(make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two storages share the ring, and each would fill it."""
     monkeypatch.setattr("kvtier.cache.transfer.ring.RING_BYTES", 2 * GROUP.bytes_per_block)
     far = MemoryStorage(GROUP, 30, StoredBlocks(), "far", READ_ONLY)
-    world = make_world(disk_blocks=30, host_blocks=0, storage_facts=READ_ONLY, more_storage=(far,))
-    storage_of(world).open_writes.clear()
-    request = world.start(LONG)
-    world.compute(request, len(request.labels))
-    world.cache.commit(request.lease, len(request.labels))
-    world.release(request)
-    until(world, lambda: count_failed(world, "far") > 0)
-    storage_of(world).open_writes.set()
-    assert world.cache.drain()
-    is_empty(world)
+    harness = make_harness(
+        disk_blocks=30, host_blocks=0, storage_facts=READ_ONLY, more_storage=(far,)
+    )
+    storage_of(harness).open_writes.clear()
+    request = harness.start(LONG)
+    harness.compute(request, len(request.labels))
+    harness.cache.commit(request.lease, len(request.labels))
+    harness.release(request)
+    until(harness, lambda: count_failed(harness, "far") > 0)
+    storage_of(harness).open_writes.set()
+    assert harness.cache.drain()
+    is_empty(harness)
 
 
-def count_failed(world: World, tier: str) -> float:
+def count_failed(harness: Harness, tier: str) -> float:
     name = "kvtier_failed_copies_total"
-    return count(world.cache.metrics, name, src=DEVICE, dst=tier)
+    return count(harness.cache.metrics, name, src=DEVICE, dst=tier)
 
 
-def test_where_the_device_can_be_written_from_there_is_no_ring(make_world: MakeWorld) -> None:
+def test_where_the_device_can_be_written_from_there_is_no_ring(make_harness: MakeHarness) -> None:
     for settings in ({"host_blocks": 0}, {"storage_facts": READ_ONLY}):
-        world = make_world(disk_blocks=30, **settings)
-        mover = world.cache._ladder._mover
+        harness = make_harness(disk_blocks=30, **settings)
+        mover = harness.cache._ladder._mover
         assert isinstance(mover, LocalMover)
         assert mover._ring is None
 
@@ -304,14 +310,14 @@ def test_a_write_waits_until_its_blocks_are_computed(
     bench.close()
 
 
-def test_off_needs_host_memory(tmp_path: Path, make_world: MakeWorld) -> None:
+def test_off_needs_host_memory(tmp_path: Path, make_harness: MakeHarness) -> None:
     from kvtier.cache.tokens import Cache
 
-    world = make_world()
+    harness = make_harness()
     config = replace(
-        world.cache.config, host_capacity=0, disk_path=str(tmp_path), disk_direct=Direct.OFF
+        harness.cache.config, host_capacity=0, disk_path=str(tmp_path), disk_direct=Direct.OFF
     )
     with pytest.raises(ConfigError, match="disk_direct: off sends blocks through host memory"):
-        Cache(config, world.device, world.pool)
+        Cache(config, harness.device, harness.pool)
     with pytest.raises(ConfigError, match="disk_direct can't be 'no'"):
         replace(config, disk_direct="no")  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cache.tokens.forking import NOT_HERE
-from tests.tiers.disk.world import world
+from tests.tiers.disk.harness import harness
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -45,5 +45,5 @@ def test_slab_of_a_process_that_was_killed_is_free_though_its_child_lives(tmp_pa
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGKILL)
         process.wait()
-        with world(tmp_path) as here:
+        with harness(tmp_path) as here:
             assert [result.name for result in here.get(1)] == ["THERE"]

@@ -24,9 +24,9 @@ from kvtier.core.types import DEVICE, DISK, HOST, BlockId, Slot
 from kvtier.devices import Direction
 from kvtier.index import native_index, python_index
 from kvtier.testing import StoredBlocks
-from kvtier.tiers import DistantRoom, StorageFacts
+from kvtier.tiers import DistantAllocator, StorageFacts
 from kvtier.tiers.memory.slots import SlotPool
-from tests.cache.tokens.world import BLOCK_SIZE, NS, World, until
+from tests.cache.tokens.harness import BLOCK_SIZE, NS, Harness, until
 
 FACTS = StorageFacts(finds_at_once=True)
 
@@ -59,9 +59,9 @@ def test_a_short_load_comes_in_pieces_of_one_size() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count calls of the index, except those of its own checks."""
     counted: Counter[str] = Counter()
-    world = World()
-    kind = type(world.cache._index)
-    world.close()
+    harness = Harness()
+    kind = type(harness.cache._index)
+    harness.close()
 
     def count(name: str) -> None:
         inner = getattr(kind, name)
@@ -83,9 +83,9 @@ def a_prompt(num_blocks: int) -> list[int]:
     return [7 + at // 1000 for at in range(num_blocks * BLOCK_SIZE)] + [1]
 
 
-def a_world(num_blocks: int, shelf: StoredBlocks | None = None) -> World:
+def a_harness(num_blocks: int, shelf: StoredBlocks | None = None) -> Harness:
     room = num_blocks + 8
-    return World(
+    return Harness(
         device_blocks=room,
         host_blocks=room,
         disk_blocks=room,
@@ -98,53 +98,53 @@ def a_world(num_blocks: int, shelf: StoredBlocks | None = None) -> World:
 def test_calls_of_the_index_are_a_few_for_each_piece(num_blocks: int, calls: Counter[str]) -> None:
     """The calls of fetching a prompt from storage, of noticing its arrival and of its release."""
     tokens, shelf = a_prompt(num_blocks), StoredBlocks()
-    before = a_world(num_blocks, shelf)
+    before = a_harness(num_blocks, shelf)
     before.serve(tokens)
     before.close()
-    world = a_world(num_blocks, shelf)
+    harness = a_harness(num_blocks, shelf)
     num_pieces = len(list(piece_sizes(num_blocks, 2)))
     calls.clear()
-    request = world.start(tokens)
+    request = harness.start(tokens)
     assert request.lease.num_shared == num_blocks
-    assert [len(keys) for keys in world.storage.reads] == list(piece_sizes(num_blocks, 2))
-    world.check_request(request)
-    world.release(request)
+    assert [len(keys) for keys in harness.storage.reads] == list(piece_sizes(num_blocks, 2))
+    harness.check_request(request)
+    harness.release(request)
     del calls["num_held"]  # calls of the invariant checks
     assert sum(calls.values()) <= 30 + 20 * num_pieces, calls.most_common()
-    world.close()
+    harness.close()
 
 
 @pytest.mark.skipif(not NATIVE, reason="lists of Python are the collector's business")
 def test_the_collector_passes_over_what_the_index_and_the_slots_give() -> None:
-    world = a_world(8)
-    request = world.serve(a_prompt(8))
-    match = world.cache.match(NS, token_labels(a_prompt(8), BLOCK_SIZE))
-    index: Any = world.cache._index
+    harness = a_harness(8)
+    request = harness.serve(a_prompt(8))
+    match = harness.cache.match(NS, token_labels(a_prompt(8), BLOCK_SIZE))
+    index: Any = harness.cache._index
     given: list[object] = [match.blocks, match.tiers, index.slots(match.blocks, DEVICE)]
     given += [index.states_of(match.blocks, HOST), index.names(match.blocks).keys]
     given.append(SlotPool(4).allocate(3))
     assert match.blocks
     assert not request.lease.blocks, "it was released"
     assert not any(map(gc.is_tracked, given))
-    world.close()
+    harness.close()
 
 
 def test_few_keys_are_hashed_of_a_prompt_that_storage_does_not_have() -> None:
     num_blocks = 4 * FIRST_KEYS
     shelf = StoredBlocks()
-    before = a_world(num_blocks, shelf)
+    before = a_harness(num_blocks, shelf)
     before.serve(a_prompt(num_blocks))
     before.close()
-    world = a_world(num_blocks, shelf)
+    harness = a_harness(num_blocks, shelf)
     asked: Any = []
-    storage: Any = world.storage
+    storage: Any = harness.storage
     find = storage.find
     storage.find = lambda keys, timeout_s: asked.append(len(keys)) or find(keys, timeout_s)
-    world.fetch([9] * (num_blocks * BLOCK_SIZE))
+    harness.fetch([9] * (num_blocks * BLOCK_SIZE))
     assert asked == [FIRST_KEYS]
-    world.fetch(a_prompt(num_blocks))
+    harness.fetch(a_prompt(num_blocks))
     assert asked[1:] == [FIRST_KEYS, min(MORE_KEYS * FIRST_KEYS, num_blocks - FIRST_KEYS)]
-    world.close()
+    harness.close()
 
 
 def test_keys_that_were_computed_ahead_are_not_hashed_again(
@@ -152,26 +152,28 @@ def test_keys_that_were_computed_ahead_are_not_hashed_again(
 ) -> None:
     """Neither look-ups in storage nor writes hash them again."""
     num_blocks, shelf = 4 * FIRST_KEYS, StoredBlocks()
-    world = a_world(num_blocks, shelf)
-    assert not world.cache.wants_keys(token_labels([1] * 99_999, BLOCK_SIZE)), "nothing is unfound"
+    harness = a_harness(num_blocks, shelf)
+    assert not harness.cache.wants_keys(token_labels([1] * 99_999, BLOCK_SIZE)), (
+        "nothing is unfound"
+    )
     labels = token_labels(a_prompt(num_blocks), BLOCK_SIZE)
     labels.compute_keys(NS)
     for module in (keys, native_index, python_index):
         for name in vars(module).keys() & {"next_key", "next_keys"}:
             monkeypatch.setattr(module, name, None)
     for _ in range(2):
-        lease = world.cache.fetch(NS, labels, num_blocks * BLOCK_SIZE + 1, num_blocks + 1)
+        lease = harness.cache.fetch(NS, labels, num_blocks * BLOCK_SIZE + 1, num_blocks + 1)
         assert lease is not None
-        until(world, lambda lease=lease: lease.ready)  # type: ignore[misc]
-        world.cache.commit(lease, num_blocks)
-        world.cache.release(lease)
-        assert world.cache.drain()
+        until(harness, lambda lease=lease: lease.ready)  # type: ignore[misc]
+        harness.cache.commit(lease, num_blocks)
+        harness.cache.release(lease)
+        assert harness.cache.drain()
         assert len(shelf.blocks) == num_blocks
-        world.cache.close()
-        world = a_world(num_blocks, shelf)
-    assert world.cache.wants_keys(token_labels([1] * 99_999, BLOCK_SIZE))
-    assert not world.cache.wants_keys(token_labels([1] * 99, BLOCK_SIZE)), "soon done"
-    world.cache.close()
+        harness.cache.close()
+        harness = a_harness(num_blocks, shelf)
+    assert harness.cache.wants_keys(token_labels([1] * 99_999, BLOCK_SIZE))
+    assert not harness.cache.wants_keys(token_labels([1] * 99, BLOCK_SIZE)), "soon done"
+    harness.cache.close()
 
 
 # -- polls -----------------------------------------------------------------------------------------
@@ -191,7 +193,7 @@ class SeenJob(Job):
 @pytest.fixture
 def under_way() -> InFlight:
     SeenJob.num_looks = 0
-    return InFlight({HOST: DistantRoom(200_000)})
+    return InFlight({HOST: DistantAllocator(200_000)})
 
 
 def begun(under_way: InFlight, num: int, num_blocks: int = 1) -> list[Transfer]:
@@ -248,7 +250,7 @@ def test_what_was_finished_otherwise_is_not_given_again(under_way: InFlight) -> 
 
 @given(st.data())
 def test_who_fills_a_slot_is_found_by_the_slot(data: st.DataObject) -> None:
-    under_way = InFlight({HOST: DistantRoom(12)})
+    under_way = InFlight({HOST: DistantAllocator(12)})
     filled_by: dict[int, Transfer] = {}
     for _ in range(data.draw(st.integers(0, 8))):
         free = sorted(set(range(12)) - set(filled_by))
@@ -272,33 +274,33 @@ def test_who_fills_a_slot_is_found_by_the_slot(data: st.DataObject) -> None:
 
 def test_the_next_deadline_is_all_that_a_poll_looks_at() -> None:
     """Two prompts are loading. Each load is given up at its own deadline."""
-    world = World(device_blocks=20, load_deadline_s=10.0)
+    harness = Harness(device_blocks=20, load_deadline_s=10.0)
     for tokens in ([1] * 8, [2] * 8):
-        world.serve(tokens)
-    world.lose_the_device()
-    world.device.hold(Direction.LOAD)
-    first = world.ask([*[1] * 8, 5])
-    world.clock.now += 5
-    second = world.ask([*[2] * 8, 5])
-    world.clock.now += 6
-    world.cache.poll()
+        harness.serve(tokens)
+    harness.lose_the_device()
+    harness.device.hold(Direction.LOAD)
+    first = harness.ask([*[1] * 8, 5])
+    harness.clock.now += 5
+    second = harness.ask([*[2] * 8, 5])
+    harness.clock.now += 6
+    harness.cache.poll()
     assert (first.lease.late, second.lease.late) == (True, False)
-    assert list(world.cache._loading) == [second.lease]
-    world.release(second)
-    assert not world.cache._loading
-    world.clock.now += 60
-    world.cache.poll()
+    assert list(harness.cache._loading) == [second.lease]
+    harness.release(second)
+    assert not harness.cache._loading
+    harness.clock.now += 60
+    harness.cache.poll()
     assert not second.lease.late
-    world.close()
+    harness.close()
 
 
 def test_a_lease_that_is_ready_is_not_looked_at_again() -> None:
-    world = World()
-    world.serve([1] * 8)
-    request = world.start([*[1] * 8, 5])
-    until(world, lambda: not world.cache._loading)
+    harness = Harness()
+    harness.serve([1] * 8)
+    request = harness.start([*[1] * 8, 5])
+    until(harness, lambda: not harness.cache._loading)
     assert request.lease.ready
-    world.close()
+    harness.close()
 
 
 # -- followers -------------------------------------------------------------------------------------
@@ -310,28 +312,28 @@ def test_a_follower_begins_after_its_leader_or_ends_with_it(
 ) -> None:
     """A prompt in storage passes through host memory; some blocks cannot be read."""
     spoiled = sorted(at for at in unread if at < num_blocks)
-    world = a_world(num_blocks)
+    harness = a_harness(num_blocks)
     tokens = a_prompt(num_blocks)
-    world.serve(tokens)
-    world.lose_the_device()
-    world.cache.clear(HOST)
-    blocks = world.cache.match(NS, token_labels(tokens, BLOCK_SIZE)).blocks
-    world.storage.spoiled.update(world.cache._index.key(blocks[at]) for at in spoiled)
-    request = world.ask(tokens)
-    transfers = world.cache._ladder._transfers.transfers
+    harness.serve(tokens)
+    harness.lose_the_device()
+    harness.cache.clear(HOST)
+    blocks = harness.cache.match(NS, token_labels(tokens, BLOCK_SIZE)).blocks
+    harness.storage.spoiled.update(harness.cache._index.key(blocks[at]) for at in spoiled)
+    request = harness.ask(tokens)
+    transfers = harness.cache._ladder._transfers.transfers
     for leader in [transfer for transfer in transfers if transfer.src == DISK]:
         assert [follower.src for follower in leader.followers] == [HOST]
         assert leader.followers[0].blocks == leader.blocks
         assert leader.followers[0].job is None, "its sources are not there yet"
-    world.wait()
-    assert world.cache.drain()
+    harness.wait()
+    assert harness.cache.drain()
     assert not transfers
     assert request.lease.ready
     assert request.lease.broken == bool(spoiled)
-    world.check()
+    harness.check()
     if not spoiled:
         assert request.lease.held == [DEVICE] * num_blocks
-    world.close()
+    harness.close()
 
 
 # -- runs ------------------------------------------------------------------------------------------

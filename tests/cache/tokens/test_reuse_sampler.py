@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.cache.ladder.reuse_sampler import MOST_GONE, MOST_MARKED, ReuseSampler
+from kvtier.cache.ladder.reuse_sampler import MAX_GONE, MAX_MARKED, ReuseSampler
 from kvtier.core.types import DEVICE, DISK, HOST, Slot
 from kvtier.index import KeyIndex, make_key_index
 from kvtier.index.policies.replayed import LRU
 from kvtier.observe import Metrics
-from tests.cache.keyed_world import KEYS, Engine
+from tests.cache.keyed_harness import KEYS, Engine
 
-from .world import Clock, World, count
+from .harness import Clock, Harness, count
 
-MakeWorld = Callable[..., World]
+MakeHarness = Callable[..., Harness]
 LONG_A, LONG_B = list(range(9)), list(range(20, 29))
 NAME = "kvtier_returned_blocks_total"
 
@@ -103,13 +103,13 @@ def test_what_was_cleared_does_not_return(tiers: Tiers) -> None:
 
 
 def test_many_blocks_are_estimated_from_a_sample_of_bounded_size(tiers: Tiers) -> None:
-    num = 8 * MOST_MARKED
+    num = 8 * MAX_MARKED
     everything = keys(num)
     tiers.come(*everything)
     assert tiers.returns.weight in (8, 16)
-    assert len(tiers.returns._marks) <= MOST_MARKED
+    assert len(tiers.returns._marks) <= MAX_MARKED
     tiers.evict(num)
-    assert len(tiers.returns._gone) <= MOST_GONE
+    assert len(tiers.returns._gone) <= MAX_GONE
     tiers.come(*everything[: num // 2])
     # A sample of one in 8 to 16 of 16,000 blocks deviates by 30 to 45 in 1,000 to 2,000.
     assert tiers.returned() == pytest.approx(num // 2, rel=0.2)
@@ -117,34 +117,36 @@ def test_many_blocks_are_estimated_from_a_sample_of_bounded_size(tiers: Tiers) -
 
 def test_the_sample_of_what_has_left_stays_bounded(tiers: Tiers) -> None:
     for turn in range(8):
-        tiers.come(*keys(MOST_MARKED // 2, turn))
-        tiers.evict(MOST_MARKED // 2)
+        tiers.come(*keys(MAX_MARKED // 2, turn))
+        tiers.evict(MAX_MARKED // 2)
     assert tiers.returns.weight == 1
-    assert len(tiers.returns._gone) == MOST_GONE
+    assert len(tiers.returns._gone) == MAX_GONE
 
 
-def test_what_left_a_tier_of_the_cache_and_is_loaded_has_returned(make_world: MakeWorld) -> None:
-    world = make_world(disk_blocks=30)
-    world.serve(LONG_A)
-    world.lose_the_device()
-    world.serve(LONG_A)
-    assert count(world.cache.metrics, NAME, tier=DEVICE) == 4
-    assert count(world.cache.metrics, NAME, tier=HOST) == 0
-    world.lose_the_device()
-    world.cache.clear(HOST)
-    world.serve(LONG_A)
-    assert count(world.cache.metrics, NAME, tier=DEVICE) == 8
-    assert count(world.cache.metrics, NAME, tier=HOST) == 4
+def test_what_left_a_tier_of_the_cache_and_is_loaded_has_returned(
+    make_harness: MakeHarness,
+) -> None:
+    harness = make_harness(disk_blocks=30)
+    harness.serve(LONG_A)
+    harness.lose_the_device()
+    harness.serve(LONG_A)
+    assert count(harness.cache.metrics, NAME, tier=DEVICE) == 4
+    assert count(harness.cache.metrics, NAME, tier=HOST) == 0
+    harness.lose_the_device()
+    harness.cache.clear(HOST)
+    harness.serve(LONG_A)
+    assert count(harness.cache.metrics, NAME, tier=DEVICE) == 8
+    assert count(harness.cache.metrics, NAME, tier=HOST) == 4
 
 
-def test_what_left_for_good_and_is_computed_again_has_returned(make_world: MakeWorld) -> None:
-    world = make_world(host_blocks=0)
-    world.serve(LONG_A)
-    world.lose_the_device()
-    world.serve(LONG_B)
-    assert count(world.cache.metrics, NAME, tier=DEVICE) == 0
-    world.serve(LONG_A)
-    assert count(world.cache.metrics, NAME, tier=DEVICE) == 4
+def test_what_left_for_good_and_is_computed_again_has_returned(make_harness: MakeHarness) -> None:
+    harness = make_harness(host_blocks=0)
+    harness.serve(LONG_A)
+    harness.lose_the_device()
+    harness.serve(LONG_B)
+    assert count(harness.cache.metrics, NAME, tier=DEVICE) == 0
+    harness.serve(LONG_A)
+    assert count(harness.cache.metrics, NAME, tier=DEVICE) == 4
 
 
 def test_engines_that_bring_keys_are_told_the_same() -> None:

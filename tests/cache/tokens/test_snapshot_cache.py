@@ -14,8 +14,8 @@ from kvtier.cache.lease import Lease
 from kvtier.cache.states import SnapshotCache, SnapshotLease
 from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.testing import StoredBlocks
+from tests.cache.tokens.harness import NS, A, Content, Harness, Request, store_slowly, until
 from tests.cache.tokens.test_cache_machine import StorageMachine
-from tests.cache.tokens.world import NS, A, Content, Request, World, store_slowly, until
 
 SIZE = 2
 """Blocks per snapshot."""
@@ -29,8 +29,8 @@ def points(lease: Lease) -> list[int]:
     return lease.points
 
 
-class SnapshotWorld(World):
-    """A world whose engine has recurrent layers."""
+class SnapshotHarness(Harness):
+    """A harness whose engine has recurrent layers."""
 
     cache: SnapshotCache
 
@@ -79,20 +79,20 @@ def often() -> Iterator[None]:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., SnapshotWorld]]:
-    made: list[SnapshotWorld] = []
+def make() -> Iterator[Callable[..., SnapshotHarness]]:
+    made: list[SnapshotHarness] = []
 
-    def make_world(**given: Any) -> SnapshotWorld:
+    def make_harness(**given: Any) -> SnapshotHarness:
         given = {"device_blocks": 40, "host_blocks": 60, "disk_blocks": 90} | given
-        made.append(SnapshotWorld(**given))
+        made.append(SnapshotHarness(**given))
         return made[-1]
 
-    yield make_world
-    for world in made:
-        world.close()
+    yield make_harness
+    for harness in made:
+        harness.close()
 
 
-Make = Callable[..., SnapshotWorld]
+Make = Callable[..., SnapshotHarness]
 LONG = [*A, *[4] * 16, 9]
 """Twelve blocks, and a token left to compute."""
 
@@ -103,62 +103,62 @@ def hits(request: Request) -> dict[str, int]:
 
 def test_a_prompt_is_reused_up_to_its_last_snapshot_from_every_tier(make: Make) -> None:
     shelf = StoredBlocks()
-    world = make(shelf=shelf)
-    assert points(world.ask(LONG).lease) == [4, 8, 12]
-    world.release(world.requests[0])
-    world.serve(LONG)
-    assert hits(world.serve(LONG)) == {DEVICE: 12}
-    world.lose_the_device()
-    assert hits(world.serve(LONG)) == {HOST: 12}
-    until(world, lambda: len(shelf.blocks) == 12 + 3 * SIZE)
-    world = make(shelf=shelf.copy())
-    request = world.start(LONG)
+    harness = make(shelf=shelf)
+    assert points(harness.ask(LONG).lease) == [4, 8, 12]
+    harness.release(harness.requests[0])
+    harness.serve(LONG)
+    assert hits(harness.serve(LONG)) == {DEVICE: 12}
+    harness.lose_the_device()
+    assert hits(harness.serve(LONG)) == {HOST: 12}
+    until(harness, lambda: len(shelf.blocks) == 12 + 3 * SIZE)
+    harness = make(shelf=shelf.copy())
+    request = harness.start(LONG)
     assert hits(request) == {DISK: 12}
-    assert request.lease.record.load_bytes == (12 + SIZE) * world.cache.group.bytes_per_block
+    assert request.lease.record.load_bytes == (12 + SIZE) * harness.cache.group.bytes_per_block
     assert points(request.lease) == []
-    world.finish(request)
+    harness.finish(request)
 
 
 def test_a_prompt_is_stored_up_to_its_last_stored_snapshot(make: Make) -> None:
-    world = make()
-    assert world.storage is not None
-    request = store_slowly(world, LONG)
-    assert world.storage.num_written == 12 + 3 * SIZE
-    last = world.cache._index.extend(NS, world.cache._path(request.labels, 12))[-1]
-    world.storage.spoiled.add(world.cache._index.key(last))
-    world.lose_the_device()
-    world.cache.clear(HOST)
-    assert world.fetch(LONG) is not None
-    assert world.cache.drain()
-    assert world.cache.stored(NS, request.labels) == (8, False)
+    harness = make()
+    assert harness.storage is not None
+    request = store_slowly(harness, LONG)
+    assert harness.storage.num_written == 12 + 3 * SIZE
+    last = harness.cache._index.extend(NS, harness.cache._path(request.labels, 12))[-1]
+    harness.storage.spoiled.add(harness.cache._index.key(last))
+    harness.lose_the_device()
+    harness.cache.clear(HOST)
+    assert harness.fetch(LONG) is not None
+    assert harness.cache.drain()
+    assert harness.cache.stored(NS, request.labels) == (8, False)
 
 
 def test_where_prompts_part_the_second_one_makes_a_snapshot(make: Make) -> None:
-    world = make()
-    world.serve(LONG)
+    harness = make()
+    harness.serve(LONG)
     others = [[*A, 4, 4, *[number] * 9] for number in (5, 6)]
-    second = world.start(others[0])
+    second = harness.start(others[0])
     assert second.lease.num_shared == 4  # a regular snapshot, although five blocks are known
     assert points(second.lease) == [5, 9]
-    world.finish(second)
-    third = world.start(others[1])
+    harness.finish(second)
+    third = harness.start(others[1])
     assert third.lease.num_shared == 5
-    world.finish(third)
+    harness.finish(third)
 
 
 def test_a_prompt_of_whole_blocks_can_be_repeated(make: Make) -> None:
-    world = make()
-    world.serve(A)
-    assert world.start(A).lease.num_shared == 3
+    harness = make()
+    harness.serve(A)
+    assert harness.start(A).lease.num_shared == 3
 
 
 def test_only_as_many_snapshots_are_made_as_there_is_room_for(make: Make) -> None:
-    world = make(device_blocks=13 + SIZE)
-    assert points(world.start(LONG).lease) == [12]
-    world.release(world.requests[0])
-    world = make(device_blocks=13)
-    world.serve(LONG)
-    assert world.start(LONG).lease.num_shared == 0
+    harness = make(device_blocks=13 + SIZE)
+    assert points(harness.start(LONG).lease) == [12]
+    harness.release(harness.requests[0])
+    harness = make(device_blocks=13)
+    harness.serve(LONG)
+    assert harness.start(LONG).lease.num_shared == 0
 
 
 def test_a_deleted_prompt_leaves_no_snapshot(make: Make) -> None:
@@ -168,37 +168,37 @@ def test_a_deleted_prompt_leaves_no_snapshot(make: Make) -> None:
     until(before, lambda: len(shelf.blocks) == 12 + 3 * SIZE)
     labels = before.start(LONG)
     before.release(labels)
-    for world in (before, make(shelf=shelf.copy())):
-        deletion = world.cache.delete(labels.namespace, labels.labels)
-        until(world, lambda: world.cache.is_deleted(deletion))  # noqa: B023
-        assert not world.shelf.blocks
-        assert [world.held(tier) for tier in (DEVICE, HOST, DISK)] == [0, 0, 0]
+    for harness in (before, make(shelf=shelf.copy())):
+        deletion = harness.cache.delete(labels.namespace, labels.labels)
+        until(harness, lambda: harness.cache.is_deleted(deletion))  # noqa: B023
+        assert not harness.shelf.blocks
+        assert [harness.held(tier) for tier in (DEVICE, HOST, DISK)] == [0, 0, 0]
 
 
 def test_a_load_of_a_snapshot_that_fails_or_is_late_breaks_the_lease(make: Make) -> None:
     shelf = StoredBlocks()
     make(shelf=shelf).serve(LONG)
-    world = make(shelf=shelf.copy())
-    found = world.ask(LONG)
-    assert world.cache.drain()
-    path = world.cache._path(found.labels, 12)
-    key = world.cache._index.key(world.cache._index.extend(found.namespace, path)[-1])
-    world.release(found)
-    world = make(shelf=shelf.copy())
-    world.storage.spoiled.add(key)
-    request = world.ask(LONG)
-    assert world.cache.drain()
+    harness = make(shelf=shelf.copy())
+    found = harness.ask(LONG)
+    assert harness.cache.drain()
+    path = harness.cache._path(found.labels, 12)
+    key = harness.cache._index.key(harness.cache._index.extend(found.namespace, path)[-1])
+    harness.release(found)
+    harness = make(shelf=shelf.copy())
+    harness.storage.spoiled.add(key)
+    request = harness.ask(LONG)
+    assert harness.cache.drain()
     assert request.lease.broken
-    world.release(request)
-    again = world.start(LONG)
+    harness.release(request)
+    again = harness.start(LONG)
     assert again.lease.num_shared == 8  # at the snapshot before
-    world.finish(again)
+    harness.finish(again)
 
 
 class SnapshotMachine(StorageMachine):
     """Random requests, faults, evictions and restarts over prompts with snapshots."""
 
-    make_world = SnapshotWorld
+    make_harness = SnapshotHarness
     disk_blocks = 20
     has_lost = True  # a prompt may have too few slots for a snapshot
 

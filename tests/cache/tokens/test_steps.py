@@ -25,9 +25,9 @@ from kvtier.layout import (
 )
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import MemoryTier
-from tests.cache.tokens.world import A, World
+from tests.cache.tokens.harness import A, Harness
 
-MakeWorld = Callable[..., World]
+MakeHarness = Callable[..., Harness]
 GROUPS = {
     "gqa": full_attention(5, 2, 4, DType.FLOAT16, 4),
     "mla": latent_attention(5, 12, 4, DType.FLOAT16, 4),
@@ -159,69 +159,69 @@ def test_a_gate_waits_for_a_load_that_hangs_as_long_as_it_may() -> None:
 # -- the cache -------------------------------------------------------------------------------------
 
 
-def test_a_load_from_the_host_can_be_followed(world: World) -> None:
-    world.put_on_host([*A, 9])
-    request = world.ask([*A, 9])
-    gate = world.cache.follow(request.lease)
+def test_a_load_from_the_host_can_be_followed(harness: Harness) -> None:
+    harness.put_on_host([*A, 9])
+    request = harness.ask([*A, 9])
+    gate = harness.cache.follow(request.lease)
     assert gate is not None
-    world.device.let_go()
+    harness.device.let_go()
     for layer in range(2):
         gate.hold_compute(layer)
     gate.wait()
     assert not request.lease.ready, "nobody has looked"
-    world.cache.poll()
+    harness.cache.poll()
     assert request.lease.ready
-    world.finish(request)
+    harness.finish(request)
 
 
-def test_a_load_that_another_request_began_is_followed_too(world: World) -> None:
-    world.put_on_host([*A, 9])
-    first, second = world.ask([*A, 9]), world.ask([*A, 9])
-    gate = world.cache.follow(second.lease)
+def test_a_load_that_another_request_began_is_followed_too(harness: Harness) -> None:
+    harness.put_on_host([*A, 9])
+    first, second = harness.ask([*A, 9]), harness.ask([*A, 9])
+    gate = harness.cache.follow(second.lease)
     assert gate is not None
-    world.device.let_go()
+    harness.device.let_go()
     gate.wait()
-    world.cache.poll()
+    harness.cache.poll()
     for request in (first, second):
-        world.finish(request)
-    assert world.device.num_copies[Direction.LOAD] == 2, "one load, a step per layer"
+        harness.finish(request)
+    assert harness.device.num_copies[Direction.LOAD] == 2, "one load, a step per layer"
 
 
-def test_what_is_there_needs_no_gate(world: World) -> None:
-    world.serve([*A, 9])
-    assert world.cache.follow(world.start([*A, 9]).lease) is None
+def test_what_is_there_needs_no_gate(harness: Harness) -> None:
+    harness.serve([*A, 9])
+    assert harness.cache.follow(harness.start([*A, 9]).lease) is None
 
 
-def test_what_comes_from_storage_first_can_not_be_followed(make_world: MakeWorld) -> None:
-    world = make_world(disk_blocks=20)
-    world.serve([*A, 9])
-    assert world.cache.drain()
-    world.cache.clear("device")
-    world.cache.clear("host")
-    assert world.storage is not None
-    world.storage.open_reads.clear()
-    request = world.ask([*A, 9])
+def test_what_comes_from_storage_first_can_not_be_followed(make_harness: MakeHarness) -> None:
+    harness = make_harness(disk_blocks=20)
+    harness.serve([*A, 9])
+    assert harness.cache.drain()
+    harness.cache.clear("device")
+    harness.cache.clear("host")
+    assert harness.storage is not None
+    harness.storage.open_reads.clear()
+    request = harness.ask([*A, 9])
     assert not request.lease.ready
-    assert world.cache.follow(request.lease) is None
-    world.open_storage()
+    assert harness.cache.follow(request.lease) is None
+    harness.open_storage()
 
 
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("fault", ["fail", "fail_half_way", "crash"])
 def test_a_step_that_fails_ends_the_gate_and_breaks_the_lease(
-    world: World, step: int, fault: str
+    harness: Harness, step: int, fault: str
 ) -> None:
-    world.put_on_host([*A, 9])
-    request = world.ask([*A, 9])
-    gate = world.cache.follow(request.lease)
+    harness.put_on_host([*A, 9])
+    request = harness.ask([*A, 9])
+    gate = harness.cache.follow(request.lease)
     assert gate is not None
-    getattr(world.device, fault)(Direction.LOAD, nth=step)
-    world.device.let_go()
+    getattr(harness.device, fault)(Direction.LOAD, nth=step)
+    harness.device.let_go()
     with pytest.raises(DeviceError):
         gate.hold_compute(step - 1)
-    world.cache.poll()
+    harness.cache.poll()
     assert request.lease.ready
     assert request.lease.broken
-    world.release(request)
-    world.check()
-    world.finish(world.start([*A, 9]))
+    harness.release(request)
+    harness.check()
+    harness.finish(harness.start([*A, 9]))

@@ -24,8 +24,17 @@ from kvtier.index import State
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.testing import StoredBlocks, host_memory
 from kvtier.tiers import DeviceTier
+from tests.cache.tokens.harness import (
+    BLOCK_SIZE,
+    NS,
+    A,
+    Content,
+    Harness,
+    Request,
+    store_slowly,
+    until,
+)
 from tests.cache.tokens.test_cache_machine import StorageMachine
-from tests.cache.tokens.world import BLOCK_SIZE, NS, A, Content, Request, World, store_slowly, until
 
 BUNDLES = 2
 SHAPE = WindowShape(window=4, num_bundles=BUNDLES, block_size=BLOCK_SIZE, grain_blocks=1)
@@ -34,8 +43,8 @@ WHOLE_CHUNKS = WindowShape(window=4, num_bundles=BUNDLES, block_size=BLOCK_SIZE,
 """A cut needs one cell, of the last two blocks of a chunk of four."""
 
 
-class WindowWorld(World):
-    """A world whose engine has layers with windows.
+class WindowHarness(Harness):
+    """A harness whose engine has layers with windows.
 
     When it first checks a ring, it marks each slot. No other writer may write there.
     """
@@ -109,21 +118,21 @@ class WindowWorld(World):
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., WindowWorld]]:
-    made: list[WindowWorld] = []
+def make() -> Iterator[Callable[..., WindowHarness]]:
+    made: list[WindowHarness] = []
 
-    def make_world(shape: WindowShape = SHAPE, **given: Any) -> WindowWorld:
+    def make_harness(shape: WindowShape = SHAPE, **given: Any) -> WindowHarness:
         given = {"device_blocks": 60, "host_blocks": 90, "disk_blocks": 90} | given
-        kind = type("Shaped", (WindowWorld,), {"shape": shape})
+        kind = type("Shaped", (WindowHarness,), {"shape": shape})
         made.append(kind(**given))
         return made[-1]
 
-    yield make_world
-    for world in made:
-        world.close()
+    yield make_harness
+    for harness in made:
+        harness.close()
 
 
-Make = Callable[..., WindowWorld]
+Make = Callable[..., WindowHarness]
 LONG = [*A, *[4] * 16, 9]
 """Twelve blocks, and a token left to compute."""
 
@@ -137,152 +146,152 @@ def test_a_prompt_is_reused_from_every_tier_with_the_cells_in_reach(
     make: Make, shape: WindowShape
 ) -> None:
     shelf = StoredBlocks()
-    world = make(shape, shelf=shelf)
+    harness = make(shape, shelf=shelf)
     grain = shape.grain_blocks
     num_stored = 12 + 12 // grain * shape.blocks_per_cell
-    world.serve(LONG)
-    assert hits(world.serve(LONG)) == {DEVICE: 12}
-    world.lose_the_device()
-    assert hits(world.serve(LONG)) == {HOST: 12}
-    until(world, lambda: len(shelf.blocks) == num_stored)
-    world = make(shape, shelf=shelf.copy())
-    request = world.start(LONG)
+    harness.serve(LONG)
+    assert hits(harness.serve(LONG)) == {DEVICE: 12}
+    harness.lose_the_device()
+    assert hits(harness.serve(LONG)) == {HOST: 12}
+    until(harness, lambda: len(shelf.blocks) == num_stored)
+    harness = make(shape, shelf=shelf.copy())
+    request = harness.start(LONG)
     assert hits(request) == {DISK: 12}
     needed = shape.num_cells * shape.blocks_per_cell
-    assert request.lease.record.load_bytes == (12 + needed) * world.cache.group.bytes_per_block
+    assert request.lease.record.load_bytes == (12 + needed) * harness.cache.group.bytes_per_block
     assert len(request.lease.start_slots) == needed
-    world.finish(request)
+    harness.finish(request)
 
 
 def test_a_prompt_of_whole_blocks_can_be_repeated_from_every_tier(make: Make) -> None:
     shelf = StoredBlocks()
-    world = make(shelf=shelf)
-    world.serve(A)
-    assert hits(world.serve(A)) == {DEVICE: 3}
-    world.lose_the_device()
-    assert hits(world.serve(A)) == {HOST: 3}
-    until(world, lambda: len(shelf.blocks) == 4 + 4 * BUNDLES)
+    harness = make(shelf=shelf)
+    harness.serve(A)
+    assert hits(harness.serve(A)) == {DEVICE: 3}
+    harness.lose_the_device()
+    assert hits(harness.serve(A)) == {HOST: 3}
+    until(harness, lambda: len(shelf.blocks) == 4 + 4 * BUNDLES)
     assert hits(make(shelf=shelf.copy()).serve(A)) == {DISK: 3}
 
 
 def test_a_prompt_is_stored_up_to_the_last_cut_whose_cells_are_stored(make: Make) -> None:
-    world = make()
-    assert world.storage is not None
-    request = store_slowly(world, LONG)
-    cell = world.cell_name(NS, request.labels)
-    world.storage.spoiled.add(next_keys(NS, cell)[-1])
-    world.lose_the_device()
-    world.cache.clear(HOST)
-    assert world.fetch(LONG) is not None
-    assert world.cache.drain()
-    assert world.cache.stored(NS, request.labels) == (11, False)
+    harness = make()
+    assert harness.storage is not None
+    request = store_slowly(harness, LONG)
+    cell = harness.cell_name(NS, request.labels)
+    harness.storage.spoiled.add(next_keys(NS, cell)[-1])
+    harness.lose_the_device()
+    harness.cache.clear(HOST)
+    assert harness.fetch(LONG) is not None
+    assert harness.cache.drain()
+    assert harness.cache.stored(NS, request.labels) == (11, False)
 
 
 def test_hints_and_waiting_requests_protect_the_cells_in_reach(make: Make) -> None:
-    world = make()
-    labels = world.serve(LONG).labels
+    harness = make()
+    labels = harness.serve(LONG).labels
     told: list[list[Label]] = []
-    retain = world.cache._index.retain
+    retain = harness.cache._index.retain
 
     def noted(namespace: bytes, labels: Sequence[Label], *given: Any) -> None:
         told.append(list(labels))
         retain(namespace, labels, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.cache._index, "retain", noted)
-        cells = [world.cell_name(NS, labels[:at]) for at in (12, 11)]
-        world.cache.wait(NS, labels, True)
+        patch.setattr(harness.cache._index, "retain", noted)
+        cells = [harness.cell_name(NS, labels[:at]) for at in (12, 11)]
+        harness.cache.wait(NS, labels, True)
         assert told == [list(labels), *cells]
         told.clear()
-        world.cache.hint(NS, labels, Hint((Retain(90, first_token=4),), back_in_s=9.0))
+        harness.cache.hint(NS, labels, Hint((Retain(90, first_token=4),), back_in_s=9.0))
         assert told == [list(labels)] * 2 + [cells[0]] * 2 + [cells[1]] * 2
         told.clear()
-        world.cache.hint(NS, labels, Hint((Retain(90, last_token=4),)))
+        harness.cache.hint(NS, labels, Hint((Retain(90, last_token=4),)))
         assert told == [list(labels)]
 
 
 def test_a_running_request_holds_a_ring_and_no_more(make: Make) -> None:
-    world = make(host_blocks=60)
+    harness = make(host_blocks=60)
     for num_tokens in (3, 7, 25):
-        request = world.start([5] * num_tokens, namespace=b"%d" % num_tokens)
+        request = harness.start([5] * num_tokens, namespace=b"%d" % num_tokens)
         num_blocks = num_tokens // BLOCK_SIZE + 1
         assert len(request.lease.slots) == num_blocks
         assert len(request.lease.ring) == BUNDLES * min(num_blocks, 3)
         for at in range(1, len(request.labels) + 1):
-            world.compute(request, at)
-            world.cache.commit(request.lease, at)
-            world.check()
-            assert len(request.lease.room) == num_blocks - at + len(request.lease.ring)
-        assert world.cache.drain()
-        leased = [node for node in world.nodes() if node.residencies[0].leases]
+            harness.compute(request, at)
+            harness.cache.commit(request.lease, at)
+            harness.check()
+            assert len(request.lease.reserved_slots) == num_blocks - at + len(request.lease.ring)
+        assert harness.cache.drain()
+        leased = [node for node in harness.nodes() if node.residencies[0].leases]
         assert len(leased) == len(request.labels), "a running request holds a cell"
-        world.release(request)
+        harness.release(request)
 
 
 def test_what_a_window_has_passed_is_freed_on_the_device_and_stays_below(make: Make) -> None:
-    world = make()
-    request = world.start(LONG)
+    harness = make()
+    request = harness.start(LONG)
     for at in range(1, 13):
-        world.compute(request, at)
-        world.cache.commit(request.lease, at)
-        assert world.cache.drain()
+        harness.compute(request, at)
+        harness.cache.commit(request.lease, at)
+        assert harness.cache.drain()
     # Two cells for the next turn, and one for a repetition of the prompt.
-    assert world.num_cells(DEVICE, request) == [10, 11, 12]
-    assert world.num_cells(HOST, request) == list(range(1, 13))
-    world.release(request)
-    branch = world.start([*LONG[:13], 7, 7, 7])
+    assert harness.num_cells(DEVICE, request) == [10, 11, 12]
+    assert harness.num_cells(HOST, request) == list(range(1, 13))
+    harness.release(request)
+    branch = harness.start([*LONG[:13], 7, 7, 7])
     assert branch.lease.num_shared == 6, "a cut inside has its cells from host memory"
     assert hits(branch) == {DEVICE: 6}
-    assert branch.lease.record.load_bytes == 2 * BUNDLES * world.cache.group.bytes_per_block
-    world.finish(branch)
+    assert branch.lease.record.load_bytes == 2 * BUNDLES * harness.cache.group.bytes_per_block
+    harness.finish(branch)
 
 
 def test_without_a_tier_below_nothing_is_freed_before_the_room_is_needed(make: Make) -> None:
-    world = make(host_blocks=0, disk_blocks=0, device_blocks=60)
-    request = world.serve(LONG)
-    assert world.num_cells(DEVICE, request) == list(range(1, 13))
-    assert world.start([*LONG[:13], 7, 7, 7]).lease.num_shared == 6
+    harness = make(host_blocks=0, disk_blocks=0, device_blocks=60)
+    request = harness.serve(LONG)
+    assert harness.num_cells(DEVICE, request) == list(range(1, 13))
+    assert harness.start([*LONG[:13], 7, 7, 7]).lease.num_shared == 6
 
 
 def test_a_cut_needs_every_cell_in_reach(make: Make) -> None:
-    world = make(host_blocks=0, disk_blocks=0)
-    request = world.serve(LONG)
-    name = world.cell_name(NS, request.labels[:11])
-    world.cache._ladder.evict_blocks(world.cache._index.extend(NS, name), DEVICE)
-    assert world.ask(LONG).lease.num_shared == 10
+    harness = make(host_blocks=0, disk_blocks=0)
+    request = harness.serve(LONG)
+    name = harness.cell_name(NS, request.labels[:11])
+    harness.cache._ladder.evict_blocks(harness.cache._index.extend(NS, name), DEVICE)
+    assert harness.ask(LONG).lease.num_shared == 10
 
 
 @pytest.mark.parametrize("policy", ["lru", "runs"])
 def test_cells_that_no_cut_needs_leave_host_memory_first(make: Make, policy: str) -> None:
     """The prompt is used repeatedly, but only the last of its cells."""
-    world = make(host_blocks=12 + 12 * BUNDLES, disk_blocks=0, eviction_policy=policy)
-    request = world.serve(LONG)
-    assert world.num_cells(HOST, request) == list(range(1, 13))
+    harness = make(host_blocks=12 + 12 * BUNDLES, disk_blocks=0, eviction_policy=policy)
+    request = harness.serve(LONG)
+    assert harness.num_cells(HOST, request) == list(range(1, 13))
     for num_tokens in range(25, 29):
-        world.serve([*LONG, 3, 3, 3][:num_tokens])
-        world.clock.now += 5
-    world.serve([8] * 9)
-    assert world.num_cells(HOST, request) == [10, 11, 12]
-    states = world.cache._index.states(NS, request.labels, HOST)
+        harness.serve([*LONG, 3, 3, 3][:num_tokens])
+        harness.clock.now += 5
+    harness.serve([8] * 9)
+    assert harness.num_cells(HOST, request) == [10, 11, 12]
+    states = harness.cache._index.states(NS, request.labels, HOST)
     assert states.count(State.READY) == 12
-    world.lose_the_device()
-    assert hits(world.start(LONG)) == {HOST: 12}
+    harness.lose_the_device()
+    assert hits(harness.start(LONG)) == {HOST: 12}
 
 
 def test_a_request_without_room_for_its_ring_waits(make: Make) -> None:
-    world = make(device_blocks=4 + 3 * BUNDLES, host_blocks=0, disk_blocks=0)
-    first = world.ask([1] * 7)
-    assert world.fetch([2] * 7) is None
-    world.release(first)
-    assert world.fetch([2] * 7) is not None
+    harness = make(device_blocks=4 + 3 * BUNDLES, host_blocks=0, disk_blocks=0)
+    first = harness.ask([1] * 7)
+    assert harness.fetch([2] * 7) is None
+    harness.release(first)
+    assert harness.fetch([2] * 7) is not None
 
 
 def test_where_there_is_no_room_for_a_cell_the_prompt_goes_on(make: Make) -> None:
-    world = make(device_blocks=4 + 3 * BUNDLES, host_blocks=0, disk_blocks=0)
-    request = world.start([1] * 7)
+    harness = make(device_blocks=4 + 3 * BUNDLES, host_blocks=0, disk_blocks=0)
+    request = harness.start([1] * 7)
     assert request.lease.snapshot_slots(1) == ()
-    world.finish(request)
-    assert world.start([1] * 7).lease.num_shared == 0
+    harness.finish(request)
+    assert harness.start([1] * 7).lease.num_shared == 0
 
 
 def test_a_deleted_prompt_leaves_no_cell(make: Make) -> None:
@@ -292,34 +301,34 @@ def test_a_deleted_prompt_leaves_no_cell(make: Make) -> None:
     until(before, lambda: len(shelf.blocks) == 12 + 12 * BUNDLES)
     labels = before.start(LONG)
     before.release(labels)
-    for world in (before, make(shelf=shelf.copy())):
-        deletion = world.cache.delete(labels.namespace, labels.labels)
-        until(world, lambda: world.cache.is_deleted(deletion))  # noqa: B023
-        assert not world.shelf.blocks
-        assert [world.held(tier) for tier in (DEVICE, HOST, DISK)] == [0, 0, 0]
+    for harness in (before, make(shelf=shelf.copy())):
+        deletion = harness.cache.delete(labels.namespace, labels.labels)
+        until(harness, lambda: harness.cache.is_deleted(deletion))  # noqa: B023
+        assert not harness.shelf.blocks
+        assert [harness.held(tier) for tier in (DEVICE, HOST, DISK)] == [0, 0, 0]
 
 
 def test_cells_belong_to_the_namespace_of_their_prompt(make: Make) -> None:
-    world = make(disk_blocks=0)
-    world.serve(A, namespace=b"mine")
-    world.serve(A, namespace=b"theirs")
-    used = world.cache.used_by_namespace()
-    size = world.cache.group.bytes_per_block
+    harness = make(disk_blocks=0)
+    harness.serve(A, namespace=b"mine")
+    harness.serve(A, namespace=b"theirs")
+    used = harness.cache.used_by_namespace()
+    size = harness.cache.group.bytes_per_block
     assert set(used) == {b"mine", b"theirs"}
     assert used[b"mine"][HOST] == (4 + 4 * BUNDLES) * size
-    deletion = world.cache.delete_all(lambda namespace: namespace == b"mine")
-    until(world, lambda: world.cache.is_deleted(deletion))
-    assert world.held(HOST) == 4 + 4 * BUNDLES
+    deletion = harness.cache.delete_all(lambda namespace: namespace == b"mine")
+    until(harness, lambda: harness.cache.is_deleted(deletion))
+    assert harness.held(HOST) == 4 + 4 * BUNDLES
 
 
 def test_a_prompt_deleted_while_it_runs_stores_no_cell(make: Make) -> None:
-    world = make()
-    request = world.start(LONG)
-    world.compute(request, 4)
-    world.cache.commit(request.lease, 4)
-    world.cache.delete(NS, request.labels)
-    world.finish(request)
-    assert [world.held(tier) for tier in (DEVICE, HOST, DISK)] == [0, 0, 0]
+    harness = make()
+    request = harness.start(LONG)
+    harness.compute(request, 4)
+    harness.cache.commit(request.lease, 4)
+    harness.cache.delete(NS, request.labels)
+    harness.finish(request)
+    assert [harness.held(tier) for tier in (DEVICE, HOST, DISK)] == [0, 0, 0]
 
 
 def test_a_load_of_a_cell_that_fails_breaks_the_lease(make: Make) -> None:
@@ -327,16 +336,16 @@ def test_a_load_of_a_cell_that_fails_breaks_the_lease(make: Make) -> None:
     before = make(shelf=shelf)
     labels = before.serve(LONG).labels
     until(before, lambda: len(shelf.blocks) == 12 + 12 * BUNDLES)
-    world = make(shelf=shelf.copy())
-    cell = world.cell_name(NS, labels[:11])
-    world.storage.spoiled.add(next_keys(NS, cell)[-1])
-    request = world.ask(LONG)
-    assert world.cache.drain()
+    harness = make(shelf=shelf.copy())
+    cell = harness.cell_name(NS, labels[:11])
+    harness.storage.spoiled.add(next_keys(NS, cell)[-1])
+    request = harness.ask(LONG)
+    assert harness.cache.drain()
     assert request.lease.broken
-    world.release(request)
-    again = world.start(LONG)
+    harness.release(request)
+    again = harness.start(LONG)
     assert again.lease.num_shared == 10
-    world.finish(again)
+    harness.finish(again)
 
 
 def test_a_pool_of_other_blocks_is_refused() -> None:
@@ -379,7 +388,7 @@ def test_a_ring_holds_what_a_chunk_reaches_and_cells_hold_what_a_cut_needs(
 class WindowMachine(StorageMachine):
     """Random requests, faults, evictions and restarts over prompts with cells."""
 
-    make_world = WindowWorld
+    make_harness = WindowHarness
     disk_blocks = 20
     has_lost = True  # a prompt may have too few slots for a cell
 
@@ -391,12 +400,12 @@ class WriteBackMachine(WindowMachine):
     policy = WritePolicy.WRITE_BACK
 
 
-class ChunksWorld(WindowWorld):
+class ChunksHarness(WindowHarness):
     shape = WindowShape(window=6, num_bundles=1, block_size=BLOCK_SIZE, grain_blocks=2)
 
 
 class ChunksMachine(WindowMachine):
-    make_world = ChunksWorld
+    make_harness = ChunksHarness
 
 
 @pytest.mark.parametrize("machine", [WindowMachine, WriteBackMachine, ChunksMachine])

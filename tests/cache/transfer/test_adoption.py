@@ -30,7 +30,7 @@ from kvtier.layout import opaque
 from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import KeptKeys
 from kvtier.tiers.disk import DiskTier
-from tests.cache.keyed_world import Engine, name
+from tests.cache.keyed_harness import Engine, name
 
 ALL = [BlockKey(shake_128(b"%d" % number).digest(32)) for number in range(64)]
 LIKE = [BlockKey(bytes(24) + number.to_bytes(8, "big")) for number in range(64)]

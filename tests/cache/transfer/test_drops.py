@@ -226,7 +226,7 @@ def test_nothing_to_drop_is_no_answer(rig: Rig) -> None:
 def test_storage_that_owes_too_many_is_not_written_to(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drops, "MOST_OWED", 3)
+    monkeypatch.setattr(drops, "MAX_OWED", 3)
     rig.fill(0, 1, 2, 3, 4)
     rig.stop_answering()
     rig.drop(0, 1)
@@ -283,7 +283,7 @@ def test_storage_may_have_what_it_gave_no_answer_for(rig: Rig) -> None:
 
 
 def test_keys_without_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drops, "MOST_UNANSWERED", 2)
+    monkeypatch.setattr(drops, "MAX_UNANSWERED", 2)
     keys = drops.Unanswered()
     keys.note(KEYS[:3], [])
     assert len(keys) == 2

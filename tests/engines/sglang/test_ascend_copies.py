@@ -34,7 +34,7 @@ from kvtier.connectors.sglang import plugin
 from kvtier.connectors.sglang.copies import ascend_copies
 from kvtier.connectors.sglang.shared.contract import COPIES
 from kvtier.devices.base import Memory
-from tests.connectors.ascend_world import BATCH, NUM_DEVICE, AscendWorld, raw, scramble, tokens
+from tests.connectors.ascend_harness import BATCH, NUM_DEVICE, AscendHarness, raw, scramble, tokens
 
 PAGE, LAYERS, HEADS, DIM = 16, 3, 2, 8
 CPU = torch.device("cpu")
@@ -42,16 +42,16 @@ KINDS = ("mha", "mha and a draft", "mla", "mla with an indexer", "mla and a draf
 
 
 @pytest.fixture
-def world() -> Iterator[AscendWorld]:
-    made = AscendWorld(seed=1)
+def harness() -> Iterator[AscendHarness]:
+    made = AscendHarness(seed=1)
     yield made
     made.close()
 
 
-def _mha(world: AscendWorld, num_drafts: int) -> Any:
+def _mha(harness: AscendHarness, num_drafts: int) -> Any:
     def info(layers: int) -> MHABufferInfo:
         shape = (layers, NUM_DEVICE, PAGE, HEADS, DIM)
-        keys, values = (world.on_device(*shape) for _ in range(2))
+        keys, values = (harness.on_device(*shape) for _ in range(2))
         buffers = KVBuffers(
             k=tuple(keys),
             v=tuple(values),
@@ -74,13 +74,13 @@ def _mha(world: AscendWorld, num_drafts: int) -> Any:
     return _host(mha.MHATokenToKVPoolHost, info(LAYERS), "page_first_direct", drafts)
 
 
-def _mla(world: AscendWorld, indexed: tuple[int, ...], num_drafts: int) -> Any:
+def _mla(harness: AscendHarness, indexed: tuple[int, ...], num_drafts: int) -> Any:
     def info(layers: int, indexed: tuple[int, ...]) -> MLABufferInfo:
         shape = (layers, NUM_DEVICE, PAGE, 1)
         native = MLASplitBuffers(
-            k=world.on_device(*shape, 24),
-            v=world.on_device(*shape, 8),
-            index_k=world.on_device(len(indexed), *shape[1:], 16) if indexed else None,
+            k=harness.on_device(*shape, 24),
+            v=harness.on_device(*shape, 8),
+            index_k=harness.on_device(len(indexed), *shape[1:], 16) if indexed else None,
             index_scales=None,
             index_layer_indices=indexed,
             k_width=24,
@@ -123,18 +123,18 @@ def _host(kind: Any, info: Any, layout: str, drafts: tuple[Any, ...], **own: int
     )
 
 
-def _pool(world: AscendWorld, kind: str) -> Any:
+def _pool(harness: AscendHarness, kind: str) -> Any:
     """One of SGLang's, in random page-locked memory."""
     num_drafts = int("draft" in kind)
     if kind.startswith("mha"):
-        pool = _mha(world, num_drafts)
+        pool = _mha(harness, num_drafts)
     else:
-        pool = _mla(world, (0, 2) if "indexer" in kind else (), num_drafts)
+        pool = _mla(harness, (0, 2) if "indexer" in kind else (), num_drafts)
     for host_buffer in _host_buffers(pool):
         scramble(host_buffer)
         memory = Memory(host_buffer.data_ptr(), host_buffer.nbytes, "host", host_buffer)
-        assert world.device.page_lock(memory)
-        world._locked.append(memory)
+        assert harness.device.page_lock(memory)
+        harness._locked.append(memory)
     return pool
 
 
@@ -170,27 +170,27 @@ def _an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hooked(monkeypatch: pytest.MonkeyPatch) -> Callable[[AscendWorld], None]:
-    """Puts a world's copies around SGLang's own, as its registry does it."""
+def hooked(monkeypatch: pytest.MonkeyPatch) -> Callable[[AscendHarness], None]:
+    """Puts a harness's copies around SGLang's own, as its registry does it."""
 
-    def hook(world: AscendWorld) -> None:
-        for name in world.copies.hooks:
+    def hook(harness: AscendHarness) -> None:
+        for name in harness.copies.hooks:
             place, _, method = name.rpartition(".")
             owner = pkgutil.resolve_name(place)
-            monkeypatch.setattr(owner, method, _around(world, name, getattr(owner, method)))
+            monkeypatch.setattr(owner, method, _around(harness, name, getattr(owner, method)))
 
     return hook
 
 
-def _around(world: AscendWorld, name: str, own: Callable[..., None]) -> Callable[..., None]:
+def _around(harness: AscendHarness, name: str, own: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(own)
     def wrapped(*args: Any, **more: Any) -> None:
-        world.copies.hooks[name](own, *args, **more)
+        harness.copies.hooks[name](own, *args, **more)
 
     return wrapped
 
 
-def _engine_moves(world: AscendWorld, pool: Any) -> list[torch.Tensor]:
+def _engine_moves(harness: AscendHarness, pool: Any) -> list[torch.Tensor]:
     """SGLang's engine backs up pages and loads them into others.
 
     Returns the bytes of the host pool and of the device's afterwards.
@@ -214,38 +214,38 @@ def _engine_moves(world: AscendWorld, pool: Any) -> list[torch.Tensor]:
         transfers(8, 1, 2),
         transfer_layer_id_max=LAYERS,
         start_event=SimpleNamespace(wait=lambda stream: None),
-        on_layer_done=lambda layer: events.append(world.device.fence()),
+        on_layer_done=lambda layer: events.append(harness.device.fence()),
     )
     assert len(events) == LAYERS
     events[-1].wait()
-    return [raw(each) for each in (*_host_buffers(pool), *world._adopted)]
+    return [raw(each) for each in (*_host_buffers(pool), *harness._adopted)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_kvtier_moves_is_what_sglang_moves(
-    world: AscendWorld, kind: str, hooked: Callable[[AscendWorld], None]
+    harness: AscendHarness, kind: str, hooked: Callable[[AscendHarness], None]
 ) -> None:
-    pool = _pool(world, kind)
-    tensors = (*_host_buffers(pool), *world._adopted)
+    pool = _pool(harness, kind)
+    tensors = (*_host_buffers(pool), *harness._adopted)
     begin = [raw(tensor) for tensor in tensors]
-    theirs = _engine_moves(world, pool)
-    assert world.fake.count(BATCH) == 0
+    theirs = _engine_moves(harness, pool)
+    assert harness.fake.count(BATCH) == 0
     for tensor, old in zip(tensors, begin, strict=True):
         tensor.view(torch.uint8).copy_(old)
-    hooked(world)
-    ours = _engine_moves(world, pool)
+    hooked(harness)
+    ours = _engine_moves(harness, pool)
     assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
     assert not all(torch.equal(*pair) for pair in zip(ours, begin, strict=True))
-    assert world.copies.why_not == ""
-    assert world.fake.count(BATCH) == 2, "so little is one group"
-    assert world.fake.count("synchronous_copies") == 0
+    assert harness.copies.why_not == ""
+    assert harness.fake.count(BATCH) == 2, "so little is one group"
+    assert harness.fake.count("synchronous_copies") == 0
 
 
 def test_other_io_of_sglangs_is_untouched(
-    world: AscendWorld, hooked: Callable[[AscendWorld], None]
+    harness: AscendHarness, hooked: Callable[[AscendHarness], None]
 ) -> None:
-    pool = _pool(world, "mha")
-    hooked(world)
+    pool = _pool(harness, "mha")
+    hooked(harness)
     with pytest.raises(ValueError, match="Unsupported IO backend: no such"):
         pool.load_to_device_per_layer(None, tokens(PAGE, 0), tokens(PAGE, 1), 0, "no such")
 

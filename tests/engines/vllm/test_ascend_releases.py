@@ -22,7 +22,7 @@ from kvtier.connectors.vllm.offloading.translation import HostSlots
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.shared.copies import BlockSlots, PageRange
 from kvtier.connectors.vllm.shared.pages import layer_sizes, tell_pages
-from kvtier.connectors.vllm.shared.worker import RankRoom, TierWorker
+from kvtier.connectors.vllm.shared.worker import RankCapacity, TierWorker
 from kvtier.core.types import Slot
 from kvtier.devices import Direction
 from tests.devices.drivers import make_device
@@ -127,7 +127,7 @@ RANKS: dict[str, type[_OwnRank | _OffloadingRank]] = {
 }
 
 
-class _World:
+class _Harness:
     """A rank of kvtier's over the caches of one release, on a fake device."""
 
     def __init__(
@@ -145,7 +145,7 @@ class _World:
         device = make_device(self.fake)
         monkeypatch.setattr(device, "prepare", lambda: None)  # it may rank any way first
         page_bytes = sum(part.shape[1] for part in self.parts)
-        room = RankRoom(-(-page_bytes // 4096) * 4096, num_slots=8)
+        room = RankCapacity(-(-page_bytes // 4096) * 4096, num_slots=8)
         self.rank = RANKS[connector](ascend, caches, device, room, 1, 0)
         for seed, part in enumerate(self.parts):
             random = torch.Generator().manual_seed(seed)
@@ -158,18 +158,18 @@ class _World:
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[_World]:
+def harness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Harness]:
     version, kind, connector = request.param
-    made = _World(version, kind, connector, monkeypatch)
+    made = _Harness(version, kind, connector, monkeypatch)
     yield made
     made.close()
 
 
 of_all = pytest.mark.parametrize(
-    "world", CASES, indirect=True, ids=["-".join(each) for each in CASES]
+    "harness", CASES, indirect=True, ids=["-".join(each) for each in CASES]
 )
 of_some = pytest.mark.parametrize(
-    "world",
+    "harness",
     [
         ("0.18.0", "mla", "own"),
         ("0.23.0", "dsa_c8", "own"),
@@ -180,26 +180,26 @@ of_some = pytest.mark.parametrize(
 
 
 @of_all
-def test_bytes_are_those_of_a_reference_copy_in_one_batch_call_each_way(world: _World) -> None:
-    before = [part.clone() for part in world.parts]
-    world.rank.begin_store(1, [1, 2, 3], [5, 2, 7])
-    assert world.rank.end(1)
-    assert world.fake.count(BATCH) == 1
-    world.rank.begin_load(2, [5, 2, 7], [4, 5, 0])
-    assert world.rank.end(2)
-    assert world.fake.count(BATCH) == 2
-    for part, old in zip(world.parts, before, strict=True):
+def test_bytes_are_those_of_a_reference_copy_in_one_batch_call_each_way(harness: _Harness) -> None:
+    before = [part.clone() for part in harness.parts]
+    harness.rank.begin_store(1, [1, 2, 3], [5, 2, 7])
+    assert harness.rank.end(1)
+    assert harness.fake.count(BATCH) == 1
+    harness.rank.begin_load(2, [5, 2, 7], [4, 5, 0])
+    assert harness.rank.end(2)
+    assert harness.fake.count(BATCH) == 2
+    for part, old in zip(harness.parts, before, strict=True):
         expected = old.clone()
         expected[[4, 5, 0]] = old[[1, 2, 3]]
         assert torch.equal(part, expected)
-    assert world.fake.violations == []
+    assert harness.fake.violations == []
 
 
 @of_all
-def test_every_byte_of_a_page_is_copied_and_parts_begin_at_2_mib(world: _World) -> None:
-    assert world.rank.page_bytes == sum(part.shape[1] for part in world.parts)
-    begins = {part.untyped_storage().data_ptr() for part in world.parts}
-    aligned = [part for part in world.parts if part.data_ptr() % ALIGNMENT == 0]
+def test_every_byte_of_a_page_is_copied_and_parts_begin_at_2_mib(harness: _Harness) -> None:
+    assert harness.rank.page_bytes == sum(part.shape[1] for part in harness.parts)
+    begins = {part.untyped_storage().data_ptr() for part in harness.parts}
+    aligned = [part for part in harness.parts if part.data_ptr() % ALIGNMENT == 0]
     assert len(aligned) >= len(begins)
 
 
@@ -228,31 +228,31 @@ def test_vllm_ascends_own_connector_has_the_same_bytes_in_the_same_order(kind: s
 
 
 @of_some
-def test_failed_load_is_told_and_the_next_one_is_right(world: _World) -> None:
-    before = [part.clone() for part in world.parts]
-    world.rank.begin_store(1, [1, 2], [1, 2])
-    assert world.rank.end(1)
-    world.fake.fail_entry(1, 507013)  # the copy of the part before is under way
-    world.rank.begin_load(2, [1, 2], [4, 5])
-    assert not world.rank.end(2)
-    world.rank.begin_load(3, [1, 2], [4, 5])
-    assert world.rank.end(3)
-    for part, old in zip(world.parts, before, strict=True):
+def test_failed_load_is_told_and_the_next_one_is_right(harness: _Harness) -> None:
+    before = [part.clone() for part in harness.parts]
+    harness.rank.begin_store(1, [1, 2], [1, 2])
+    assert harness.rank.end(1)
+    harness.fake.fail_entry(1, 507013)  # the copy of the part before is under way
+    harness.rank.begin_load(2, [1, 2], [4, 5])
+    assert not harness.rank.end(2)
+    harness.rank.begin_load(3, [1, 2], [4, 5])
+    assert harness.rank.end(3)
+    for part, old in zip(harness.parts, before, strict=True):
         assert torch.equal(part[[4, 5]], old[[1, 2]])
 
 
 @of_some
-def test_a_waited_store_has_read_its_pages(world: _World) -> None:
+def test_a_waited_store_has_read_its_pages(harness: _Harness) -> None:
     """A preempted request's pages are used again after the store, if vLLM waits for it."""
-    before = [part.clone() for part in world.parts]
-    world.fake.hold()
-    world.rank.begin_store(1, [2], [3])
-    world.fake.let_go()
-    world.rank.worker.wait({1})
-    for part in world.parts:
+    before = [part.clone() for part in harness.parts]
+    harness.fake.hold()
+    harness.rank.begin_store(1, [2], [3])
+    harness.fake.let_go()
+    harness.rank.worker.wait({1})
+    for part in harness.parts:
         part[2] = 0  # the page is another request's now
-    assert world.rank.end(1)
-    world.rank.begin_load(2, [3], [2])
-    assert world.rank.end(2)
-    for part, old in zip(world.parts, before, strict=True):
+    assert harness.rank.end(1)
+    harness.rank.begin_load(2, [3], [2])
+    assert harness.rank.end(2)
+    for part, old in zip(harness.parts, before, strict=True):
         assert torch.equal(part[2], old[2])

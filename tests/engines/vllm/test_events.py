@@ -20,8 +20,8 @@ from vllm.distributed.kv_events import (
 from kvtier.core.types import DEVICE, HOST
 from kvtier.observe.block_events import BlockLog
 from kvtier.observe.publisher import Publisher
-from tests.cache.tokens.world import A, B
-from tests.observe.test_block_events import Reader, ToldWorld
+from tests.cache.tokens.harness import A, B
+from tests.observe.test_block_events import Reader, ToldHarness
 
 ANY_PORT = "tcp://127.0.0.1:*"
 decode = msgspec.msgpack.Decoder(type=KVEventBatch).decode
@@ -52,7 +52,7 @@ class Subscriber:
             _, topic, number, payload = self.replay.recv_multipart()
             if number == ZmqEventPublisher.END_SEQ:
                 return
-            assert topic == b"kv@world"
+            assert topic == b"kv@harness"
             self.batches[int.from_bytes(number, "big")] = decode(payload)
         raise AssertionError("the replay does not end")
 
@@ -62,18 +62,18 @@ class Subscriber:
 
 
 def test_vllms_types_read_what_a_cache_tells_also_what_was_dropped() -> None:
-    world = ToldWorld()
-    log = world.events
+    harness = ToldHarness()
+    log = harness.events
     assert isinstance(log, BlockLog)
-    publisher = Publisher(log, ANY_PORT, ANY_PORT, "kv@world")
+    publisher = Publisher(log, ANY_PORT, ANY_PORT, "kv@harness")
     subscriber = Subscriber(publisher)
     try:
-        publisher.start(world.cache.block_events())
+        publisher.start(harness.cache.block_events())
         for prompt in (A, B, A):
-            world.serve(prompt)
+            harness.serve(prompt)
             subscriber.receive()
-        world.lose_the_device()
-        world.serve(A)
+        harness.lose_the_device()
+        harness.serve(A)
         subscriber.receive()
         assert len(subscriber.batches) > 2
         del subscriber.batches[max(subscriber.batches) - 1]  # as if the network had lost it
@@ -94,11 +94,11 @@ def test_vllms_types_read_what_a_cache_tells_also_what_was_dropped() -> None:
     }
     reader = Reader()
     reader.read(_plain(event) for event in told)
-    there = world.there()
+    there = harness.there()
     assert reader.held[DEVICE] == there[DEVICE]
     assert reader.held[HOST] == there[HOST]
     assert set(reader.tokens.values()) == {tuple(A[:2]), tuple(B[:2])}
-    world.close()
+    harness.close()
 
 
 def _plain(event: Any) -> dict[str, Any]:

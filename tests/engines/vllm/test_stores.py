@@ -196,9 +196,9 @@ def test_store_that_dies_costs_its_blocks_only(server: ValkeyServer, valkey: str
         assert server.num_values >= 4
 
 
-def _asks_again(world: Replica) -> bool:
-    world.load(next(_OTHERS))
-    return bool(world.manager._mover.has_unfound("valkey"))
+def _asks_again(harness: Replica) -> bool:
+    harness.load(next(_OTHERS))
+    return bool(harness.manager._mover.has_unfound("valkey"))
 
 
 _OTHERS = iter(range(1000, 100_000))
@@ -227,27 +227,27 @@ def test_store_dies_between_the_answer_and_the_read(server: ValkeyServer, valkey
 
 def test_store_that_answers_nobody_holds_up_one_request_only(server: ValkeyServer) -> None:
     proxy = Proxy(server.port)
-    with replica(f"valkey://127.0.0.1:{proxy.port}") as world:
+    with replica(f"valkey://127.0.0.1:{proxy.port}") as harness:
         proxy.hold()
         began_s = time.monotonic()
-        assert world.load(1, 2) == 0
+        assert harness.load(1, 2) == 0
         assert time.monotonic() - began_s >= 0.5, "it was not waited for"
-        num_steps = world.num_steps
+        num_steps = harness.num_steps
         for number in range(10, 20):
-            assert world.load(number) == 0
-        assert world.num_steps == num_steps, "others waited for it, too"
-        world.compute(1, 2)
-        assert world.load(1, 2) == 2
+            assert harness.load(number) == 0
+        assert harness.num_steps == num_steps, "others waited for it, too"
+        harness.compute(1, 2)
+        assert harness.load(1, 2) == 2
         proxy.let_go()
-        world.settle()
+        harness.settle()
     proxy.close()
 
 
 def test_blocks_of_stores_are_elsewhere_for_who_asks_by_place(valkey: str) -> None:
-    with replica(valkey) as world:
-        world.compute(1)
-        world.settle()
-        told = {(event.medium, event.locality) for event in world.manager.take_events()}
+    with replica(valkey) as harness:
+        harness.compute(1)
+        harness.settle()
+        told = {(event.medium, event.locality) for event in harness.manager.take_events()}
         assert told == {(Medium.CPU, Locality.LOCAL), (Medium.STORAGE, Locality.REMOTE)}
 
 
@@ -267,19 +267,19 @@ def test_kv_of_names_is_kept_out_of_the_store(server: ValkeyServer, valkey: str)
 
 
 def test_reset_cache_finds_nothing_of_before(valkey: str) -> None:
-    with replica(valkey) as world:
-        world.compute(1, 2)
-        world.settle()
-        world.manager.reset_cache()
-        assert world.load(1, 2) == 0
+    with replica(valkey) as harness:
+        harness.compute(1, 2)
+        harness.settle()
+        harness.manager.reset_cache()
+        assert harness.load(1, 2) == 0
 
 
 @pytest.mark.parametrize(("client_hints", "are_followed"), [("on", True), ("off", False)])
 def test_hints_of_clients_can_be_switched_off(
     valkey: str, client_hints: str, are_followed: bool
 ) -> None:
-    with replica(valkey, client_hints=client_hints) as world:
-        assert world.manager._follows_hints == are_followed
+    with replica(valkey, client_hints=client_hints) as harness:
+        assert harness.manager._follows_hints == are_followed
 
 
 @pytest.mark.parametrize(

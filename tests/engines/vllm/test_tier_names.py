@@ -23,7 +23,7 @@ from kvtier.connectors.vllm.standalone.unsupported import engine_of
 from kvtier.core.errors import ConfigError
 from tests.engines.vllm.blip import make_blip
 from tests.engines.vllm.engines import ENVIRONMENT, MODEL, multi
-from tests.engines.vllm.tiering import World, config_of
+from tests.engines.vllm.tiering import Harness, config_of
 
 PAGE = 16
 LORA = {"enable_lora": True, "max_lora_rank": 8}
@@ -109,11 +109,11 @@ def test_tier_inside_another_connector_is_refused_as_well(tmp_path: Path) -> Non
 
 def test_engine_that_nobody_tells_of_is_refused_without_a_namespace(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nobody says whether the engine serves adapters"):
-        World(config_of(tmp_path, 16, 16, namespace=""))
+        Harness(config_of(tmp_path, 16, 16, namespace=""))
 
 
 def test_engine_is_known_while_its_tiers_are_made_only(tmp_path: Path) -> None:
     with engine_of(_config(MODEL)):
-        World(config_of(tmp_path, 16, 16, namespace="")).manager.shutdown()
+        Harness(config_of(tmp_path, 16, 16, namespace="")).manager.shutdown()
     with pytest.raises(ConfigError, match="nobody says"):
-        World(config_of(tmp_path, 16, 16, namespace=""))
+        Harness(config_of(tmp_path, 16, 16, namespace=""))

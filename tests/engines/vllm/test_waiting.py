@@ -59,7 +59,7 @@ def test_who_had_no_turn_waits_from_then_on_until_it_has() -> None:
 
 
 def test_a_burst_is_told_of_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queued_requests, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(queued_requests, "MAX_BLOCKS", 3)
     told = Told()
     told.waiting.on_queued(request("long", range(12)))
     for number in range(5):

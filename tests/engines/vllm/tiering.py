@@ -66,7 +66,7 @@ def bytes_of(key: OffloadKey) -> np.ndarray:
     return np.frombuffer(shake_128(b"bytes of " + key).digest(ROW_BYTES), np.uint8)
 
 
-class World:
+class Harness:
     """Actions of vLLM's scheduler on its tiers, with the accelerator's part done by hand."""
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -140,10 +140,10 @@ class World:
 
 
 @contextmanager
-def running(path: Path, num_rows: int = 16, num_slots: int = 16, **tier: Any) -> Iterator[World]:
-    world = World(config_of(path, num_rows, num_slots, **tier))
+def running(path: Path, num_rows: int = 16, num_slots: int = 16, **tier: Any) -> Iterator[Harness]:
+    harness = Harness(config_of(path, num_rows, num_slots, **tier))
     try:
-        yield world
-        world.check()
+        yield harness
+        harness.check()
     finally:
-        world.manager.shutdown()
+        harness.manager.shutdown()

@@ -11,7 +11,7 @@ from tests.index.policies.traffic import CAPACITY, TRAFFIC
 
 pytestmark = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 
-MOST_BELOW = 0.003
+MAX_BELOW = 0.003
 """Maximum share of the requested blocks by which a policy may find less than LRU."""
 
 
@@ -26,7 +26,7 @@ def test_runs_are_never_clearly_below_lru(traffic: str, seed: int) -> None:
         num_refs += len(keys)
         most_history = max(most_history, runs.num_history)
     runs.check_invariants()
-    assert num_hits >= num_lru_hits - MOST_BELOW * num_refs, (
+    assert num_hits >= num_lru_hits - MAX_BELOW * num_refs, (
         f"{100 * num_hits / num_refs:.2f} %, LRU {100 * num_lru_hits / num_refs:.2f} %"
     )
     assert most_history <= 2 * CAPACITY

@@ -23,7 +23,7 @@ from tests.index.policies.traffic import CAPACITY, TRAFFIC, prompt
 Make = Callable[..., Any]
 NOTHING = np.zeros(0, np.uint64)
 HARD = ("scan_flood", "reversed_habits", "stack", "one_million_tokens", "tenants")
-MOST_BELOW = 0.003
+MAX_BELOW = 0.003
 """Maximum share of the requested blocks by which a policy may find less than LRU."""
 native = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
 
@@ -186,7 +186,7 @@ def test_live_it_finds_what_it_finds_in_a_replay_and_no_less_than_lru(traffic: s
             hits[name] += replay.request(keys, now)
     tier.policy.check_invariants()
     told = {name: f"{100 * num / num_refs:.2f} %" for name, num in {"live": live, **hits}.items()}
-    assert live >= hits["lru"] - MOST_BELOW * num_refs, told
+    assert live >= hits["lru"] - MAX_BELOW * num_refs, told
     assert live >= hits["runs"] - 0.01 * num_refs, told
 
 

@@ -16,7 +16,7 @@ from tests.index.policies.traffic import CAPACITY, TRAFFIC, prompt
 
 QUEUES = ("arc", "s3fifo", "lfuda", "sieve")
 pytestmark = pytest.mark.skipif(not hot.NATIVE, reason=f"no native core: {hot.NATIVE_REASON}")
-MOST_BELOW = 0.02
+MAX_BELOW = 0.02
 """Maximum share of the requested blocks by which a tier may find less than a replay. A tier evicts
 a block only after those behind it, and frees space for a whole request beforehand."""
 
@@ -85,4 +85,4 @@ def test_in_a_tier_it_finds_what_it_finds_in_a_replay(policy: str, traffic: str)
         found += host.request(keys, now)
         replayed += replay.request(keys, now)
     host.index.check_invariants()
-    assert found >= replayed - MOST_BELOW * asked, f"{found} of {asked}, replayed {replayed}"
+    assert found >= replayed - MAX_BELOW * asked, f"{found} of {asked}, replayed {replayed}"

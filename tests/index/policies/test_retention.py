@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.hints import END, MAX_TTL_S, Said, Word
+from kvtier.core.hints import END, MAX_TTL_S, BlockHint, HintKind
 from tests.index.policies.live_tier import Tier, names
 from tests.index.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
 
@@ -25,12 +25,12 @@ def make() -> Make:
     return made
 
 
-def keep(level: int, until: float, first: int = 0, end: int = END) -> Said:
-    return Said(Word.KEEP, level, first, end, until)
+def keep(level: int, until: float, first: int = 0, end: int = END) -> BlockHint:
+    return BlockHint(HintKind.KEEP, level, first, end, until)
 
 
-def word(kind: Word, until: float = 1000.0) -> Said:
-    return Said(kind, 0, 0, END, until)
+def word(kind: HintKind, until: float = 1000.0) -> BlockHint:
+    return BlockHint(kind, 0, 0, END, until)
 
 
 def store(policy: Any, path: Keys, now: float) -> Keys:
@@ -102,11 +102,11 @@ def test_a_conversation_that_will_be_back_is_there_until_then(make: Make) -> Non
     tier = Tier(policy, 20, check=True)
     talk = prompt(1, 5)
     tier.request(talk, 0.0)
-    policy.retain(names(talk), word(Word.BACK, until=40.0), 0.0)
+    policy.retain(names(talk), word(HintKind.BACK, until=40.0), 0.0)
     for now in range(1, 30):
         tier.request(prompt(now + 1, 4), float(now))
     assert tier.request(talk, 30.0) == 5
-    policy.retain(names(talk), word(Word.BACK, until=40.0), 30.0)
+    policy.retain(names(talk), word(HintKind.BACK, until=40.0), 30.0)
     for now in range(31, 60):
         tier.request(prompt(now + 1, 4), float(now))
     assert tier.request(talk, 60.0) == 0, "it was to be back long ago"
@@ -115,7 +115,7 @@ def test_a_conversation_that_will_be_back_is_there_until_then(make: Make) -> Non
 def test_back_is_over_when_it_is_back(make: Make) -> None:
     policy = make(40)
     first, second = some(policy, 2)
-    policy.retain(first, word(Word.BACK), 2.0)
+    policy.retain(first, word(HintKind.BACK), 2.0)
     policy.asked(first, 3.0)
     policy.asked(second, 4.0)
     assert policy.victims(1, NOTHING) == first[-1:].tolist()
@@ -129,7 +129,7 @@ def test_of_an_ended_session_only_what_is_its_own_leaves_first(make: Make) -> No
     second = store(policy, names(np.concatenate([system, prompt(3, 3)])), 1.0)
     longer = store(policy, names(np.concatenate([system, one, prompt(4, 2)])), 2.0)
     old = store(policy, names(prompt(5, 6)), 3.0)
-    policy.retain(longer, word(Word.ENDED), 4.0)
+    policy.retain(longer, word(HintKind.ENDED), 4.0)
     assert policy.victims(5, NOTHING) == longer[:3:-1].tolist()
     assert policy.victims(3, NOTHING) == second[:3:-1].tolist(), "then the oldest, as usual"
     assert policy.asked(names(system), 5.0) == 4
@@ -140,7 +140,7 @@ def test_of_an_ended_session_only_what_is_its_own_leaves_first(make: Make) -> No
 def test_an_ended_session_that_goes_on_is_as_others(make: Make) -> None:
     policy = make(60)
     first, second = some(policy, 2)
-    policy.retain(second, word(Word.ENDED), 2.0)
+    policy.retain(second, word(HintKind.ENDED), 2.0)
     policy.asked(second, 3.0)
     assert policy.victims(1, NOTHING) == first[-1:].tolist()
     policy.check_invariants()
@@ -149,13 +149,13 @@ def test_an_ended_session_that_goes_on_is_as_others(make: Make) -> None:
 def test_what_a_request_waits_for_leaves_last_until_its_turn(make: Make) -> None:
     policy = make(40)
     paths = some(policy)
-    policy.retain(paths[0], word(Word.WAITS), 3.0)
-    policy.retain(paths[0], word(Word.WAITS), 3.0)
+    policy.retain(paths[0], word(HintKind.WAITS), 3.0)
+    policy.retain(paths[0], word(HintKind.WAITS), 3.0)
     policy.retain(paths[1], keep(100, 1000.0), 3.0)
-    policy.retain(paths[0], word(Word.TURN), 3.0)  # of the one
+    policy.retain(paths[0], word(HintKind.TURN), 3.0)  # of the one
     policy.asked(paths[0], 3.0)
     assert policy.victims(12, NOTHING) == [*paths[2][::-1].tolist(), *paths[1][::-1].tolist()]
-    policy.retain(paths[0], word(Word.TURN), 4.0)
+    policy.retain(paths[0], word(HintKind.TURN), 4.0)
     other = store(policy, names(prompt(9, 6)), 5.0)
     assert policy.victims(6, NOTHING) == paths[0][::-1].tolist()
     assert policy.victims(6, NOTHING) == other[::-1].tolist()
@@ -165,7 +165,7 @@ def test_what_a_request_waits_for_leaves_last_until_its_turn(make: Make) -> None
 def test_where_all_are_waited_for_some_leave_all_the_same(make: Make) -> None:
     policy = make(18)
     for path in some(policy):
-        policy.retain(path, word(Word.WAITS), 3.0)
+        policy.retain(path, word(HintKind.WAITS), 3.0)
     assert len(policy.victims(18, NOTHING)) == 18
     policy.check_invariants()
 
@@ -190,8 +190,8 @@ def test_what_is_lower_is_not_let_in_where_only_what_is_higher_could_leave(make:
     policy.check_invariants()
 
 
-@pytest.mark.parametrize("kind", [Word.KEEP, Word.BACK])
-def test_a_client_raises_no_more_than_its_share(make: Make, kind: Word) -> None:
+@pytest.mark.parametrize("kind", [HintKind.KEEP, HintKind.BACK])
+def test_a_client_raises_no_more_than_its_share(make: Make, kind: HintKind) -> None:
     """A client that marks all its prompts for a day does not evict the other client's prompts."""
     policy = make(400)
     tier = Tier(policy, 400, check=True)
@@ -202,7 +202,7 @@ def test_a_client_raises_no_more_than_its_share(make: Make, kind: Word) -> None:
         if step >= 100:
             flood = prompt(1000 + step, 20)
             tier.request(flood, now)
-            policy.retain(names(flood), Said(kind, 100, 0, END, now + MAX_TTL_S), now)
+            policy.retain(names(flood), BlockHint(kind, 100, 0, END, now + MAX_TTL_S), now)
         found = tier.request(usual[step % 10], now)
         if step >= 200:
             num_found, num_asked = num_found + found, num_asked + 20
@@ -229,8 +229,8 @@ def test_bad_words_are_told(make: Make) -> None:
     policy = make(12)
     (path,) = some(policy, 1)
     wrong: list[tuple[Any, str]] = [
-        (Said(5, 0, 0, 1, 1.0), "word 5 is not in 0 .. 4"),
-        (Said(-1, 0, 0, 1, 1.0), "word -1 is not in 0 .. 4"),
+        (BlockHint(5, 0, 0, 1, 1.0), "word 5 is not in 0 .. 4"),
+        (BlockHint(-1, 0, 0, 1, 1.0), "word -1 is not in 0 .. 4"),
         (keep(101, 1.0), "level 101 is not in 0 .. 100"),
         (keep(50, 1.0, 2, 1), "2 .. 1 are no places of a prompt"),
         (keep(50, 1.0, 0, 1 << 32), "are no places of a prompt"),
@@ -258,7 +258,7 @@ def test_words_that_hold_for_nothing_change_no_choice(traffic: str) -> None:
         if number % 3 == 0:
             told.policy.retain(unknown, keep(90, now + 100), now)
             told.policy.retain(names(keys), keep(5, now - 1), now)
-            told.policy.retain(names(keys), word(Word.TURN), now)
+            told.policy.retain(names(keys), word(HintKind.TURN), now)
         assert told.request(keys, now) == silent.request(keys, now)
         assert told.blocks == silent.blocks
     assert told.num_stored == silent.num_stored > CAPACITY
@@ -269,7 +269,7 @@ def test_where_nothing_is_said_there_is_no_memory_for_it(make: Make) -> None:
     paths = some(policy)
     before = policy.num_bytes()
     for path in paths:
-        policy.retain(path, word(Word.TURN), 3.0)
+        policy.retain(path, word(HintKind.TURN), 3.0)
     assert policy.num_bytes() == before
 
 
@@ -277,7 +277,7 @@ def test_where_nothing_is_said_there_is_no_memory_for_it(make: Make) -> None:
 
 saids = st.builds(
     lambda kind, level, first, length, lasts: (kind, level, first, first + length, lasts),
-    st.sampled_from([Word.KEEP, *Word]),
+    st.sampled_from([HintKind.KEEP, *HintKind]),
     st.sampled_from([0, 10, 50, 90, 100]),
     st.sampled_from([0, 0, 1, 3, 7]),
     st.sampled_from([1, 2, 5, 20, 20]),
@@ -295,7 +295,7 @@ steps = st.lists(
     ),
     max_size=120,
 )
-Step = tuple[int, int, int, int, int, float, tuple[Word, int, int, int, float]]
+Step = tuple[int, int, int, int, int, float, tuple[HintKind, int, int, int, float]]
 
 
 @given(steps=steps, capacity=st.integers(1, 40), seed=st.integers(0, 2**64 - 1))
@@ -314,7 +314,7 @@ def test_no_hint_upsets_it(make: Make, steps: list[Step], capacity: int, seed: i
         elif what == 4:  # some of the absent blocks, perhaps not the first
             tier.store(absent[num // 2 : num], path)
         elif what < 10:
-            tier.policy.retain(path, Said(kind, level, first, end, now + lasts), now)
+            tier.policy.retain(path, BlockHint(kind, level, first, end, now + lasts), now)
             tier.check()
         elif what == 10:
             tier.lose(num, path[:shared])
@@ -341,7 +341,7 @@ def test_it_learns_where_much_is_said(make: Make) -> None:
         number = int(chance.zipf(1.3)) % 200
         keys = np.concatenate([prompt(0, 4), prompt(number, int(chance.integers(1, 30)))])
         tier.request(keys, now)
-        kind = Word(int(chance.integers(5)))
+        kind = HintKind(int(chance.integers(5)))
         level, lasts = int(chance.integers(101)), float(chance.integers(1, 200))
-        tier.policy.retain(names(keys), Said(kind, level, 0, END, now + lasts), now)
+        tier.policy.retain(names(keys), BlockHint(kind, level, 0, END, now + lasts), now)
     tier.policy.check_invariants()

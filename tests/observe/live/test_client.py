@@ -17,8 +17,8 @@ import pytest
 
 from kvtier.core.errors import ConfigError
 from kvtier.observe.live.client import (
-    MOST_BYTES,
-    MOST_LINE_BYTES,
+    MAX_BYTES,
+    MAX_LINE_BYTES,
     NoAnswerError,
     RefusedError,
     check_url,
@@ -80,7 +80,7 @@ class Liar(BaseHTTPRequestHandler):
         self._send(self.server.answer)  # type: ignore[attr-defined]
 
     def tell_much(self) -> None:
-        self._send(b"#" * (MOST_BYTES + 1))
+        self._send(b"#" * (MAX_BYTES + 1))
 
     def tell_no(self) -> None:
         self.send_response(500, "a\x1b[31mreason")
@@ -121,10 +121,10 @@ class Liar(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def tell_longline(self) -> None:
-        self._send(b"#" * (2 * MOST_LINE_BYTES) + b"\n")
+        self._send(b"#" * (2 * MAX_LINE_BYTES) + b"\n")
 
     def tell_manylines(self) -> None:
-        self._send((b"#" * 1023 + b"\n") * (MOST_BYTES >> 10) + b"\n")
+        self._send((b"#" * 1023 + b"\n") * (MAX_BYTES >> 10) + b"\n")
 
     def tell_noise(self) -> None:
         self.wfile.write(b"\x1b[31m220 not HTTP\r\n\r\n")

@@ -16,7 +16,7 @@ from kvtier.observe.live.files import LIVE_PATH
 from kvtier.observe.live.local import LocalServer
 from kvtier.observe.live.scrape import WatchedEngine
 from tests.kit.nodes import running
-from tests.node.control_world import BareEngine
+from tests.node.control_harness import BareEngine
 
 from . import browser
 from .served import KEY, Serve

@@ -9,7 +9,7 @@ from math import inf
 import pytest
 from rich.console import Console
 
-from kvtier.observe.live.history import MOST_AGE_S, History
+from kvtier.observe.live.history import MAX_AGE_S, History
 from kvtier.observe.live.picture import Picture
 from kvtier.observe.live.scrape import ScrapeResult
 from kvtier.observe.live.terminal import Fitted, draw
@@ -328,7 +328,7 @@ def test_the_window_is_never_far_beyond_a_minute(pauses: list[float]) -> None:
     history, at_s = History(), 0.0
     for pause in pauses:
         history.add(reading(at_s, {KVTIER: 1}))
-        assert history.picture().window_s <= MOST_AGE_S
+        assert history.picture().window_s <= MAX_AGE_S
         at_s += pause
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.observe import specs
 from kvtier.observe.live.dialects import dialect_of
-from kvtier.observe.live.reading import MOST_LINE, MOST_LINES, Reading, UnreadableError
+from kvtier.observe.live.reading import MAX_LINE, MAX_LINES, Reading, UnreadableError
 
 from .texts import reading, recorded
 
@@ -103,8 +103,8 @@ def test_values_that_no_metric_has_are_left_out(value: str) -> None:
         "".join(f'kvtier_slots{{tier="{at}"}} 1\n' for at in range(100)),
         "".join(f'kvtier_queued_seconds{{src="{at}",dst="a"}} 1\n' for at in range(3000)),
         "".join(f'b_bucket{{le="{at}"}} 1\n' for at in range(3000)),
-        "a 1\n" * MOST_LINES,
-        "# " + "a" * MOST_LINE,
+        "a 1\n" * MAX_LINES,
+        "# " + "a" * MAX_LINE,
     ],
     ids=["tiers", "routes", "buckets", "lines", "line"],
 )

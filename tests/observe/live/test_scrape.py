@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtier.core.errors import ConfigError
-from kvtier.observe.live.client import MOST_BYTES
+from kvtier.observe.live.client import MAX_BYTES
 from kvtier.observe.live.files import HEADERS, LIVE_PATH, TYPES, content_of
 from kvtier.observe.live.local import LocalServer
 from kvtier.observe.live.scrape import ScrapeError, WatchedEngine, metrics_url, read_text
@@ -37,7 +37,7 @@ class Engine(BaseHTTPRequestHandler):
             self.send_header("Location", "/metrics")
             self.end_headers()
         elif kind == "much":
-            self._send(b"#" * (MOST_BYTES + 1))
+            self._send(b"#" * (MAX_BYTES + 1))
         elif kind == "page":
             self._send(b"<html>hello</html>")
         elif kind in ("metrics", "locked"):

@@ -44,7 +44,7 @@ def save_sentencepiece(folder: Path) -> int:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), BLANK]
     tokens += map(chr, range(33, 127))
     merges = []
-    for word in (f"{BLANK}hello", f"{BLANK}world"):
+    for word in (f"{BLANK}hello", f"{BLANK}harness"):
         for end in range(1, len(word)):
             merges.append((word[:end], word[end]))
             tokens.append(word[: end + 1])

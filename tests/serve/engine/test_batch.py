@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.core.types import Slot
 from kvtier.serve.engine import batch
-from kvtier.serve.engine.attention import Form
+from kvtier.serve.engine.attention import AttentionParams
 from kvtier.serve.engine.batch import BatchKV, padded, tiles
 from kvtier.serve.engine.models import load_model
 from kvtier.serve.engine.paged import Span
@@ -27,8 +27,8 @@ BLOCK, NUM_BLOCKS = 16, 700
 LENGTHS = [1, 2, 15, 16, 17, 18, 100, 101, 112, 113, 600, 1500, 4000]
 TILE_BYTES = 256 << 10
 """Tile size at which some sequences have a tile of their own, and others share one."""
-PLAIN = Form(0.3)
-WINDOW = Form(0.3, window=100)
+PLAIN = AttentionParams(0.3)
+WINDOW = AttentionParams(0.3, window=100)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def scattered(lengths: list[int], seed: int, block_size: int = BLOCK) -> list[Sp
 
 
 def attend(
-    pool: KVPool, spans: list[Span], query: torch.Tensor, form: Form = PLAIN
+    pool: KVPool, spans: list[Span], query: torch.Tensor, form: AttentionParams = PLAIN
 ) -> torch.Tensor:
     """Return the attention of layer 1, with GQA, for queries [num_sequences, num_heads, dim]."""
     heads, dim = pool.group.parts[0].num_heads, pool.group.parts[0].dim
@@ -91,7 +91,7 @@ def attend(
 @pytest.mark.parametrize("block_size", [16, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sequence_gets_equal_bits_alone_and_in_any_company(
-    monkeypatch: pytest.MonkeyPatch, seed: int, block_size: int, form: Form
+    monkeypatch: pytest.MonkeyPatch, seed: int, block_size: int, form: AttentionParams
 ) -> None:
     monkeypatch.setattr(batch, "CPU_TILE_BYTES", TILE_BYTES)
     _, pool = make_pool("random-gqa", block_size)
@@ -118,14 +118,14 @@ def test_a_sequence_gets_equal_bits_alone_and_in_any_company(
     [
         PLAIN,
         WINDOW,
-        Form(0.3, window=1),
-        Form(0.3, softcap=2.0),
-        Form(0.3, window=33, softcap=2.0, sinks=torch.tensor([1.0, -1.0, 4.0, 0.0])),
+        AttentionParams(0.3, window=1),
+        AttentionParams(0.3, softcap=2.0),
+        AttentionParams(0.3, window=33, softcap=2.0, sinks=torch.tensor([1.0, -1.0, 4.0, 0.0])),
     ],
     ids=lambda form: f"{form.window}-{form.softcap}-{form.sinks is not None}",
 )
 def test_attention_of_a_batch_is_that_of_each_context(
-    monkeypatch: pytest.MonkeyPatch, form: Form
+    monkeypatch: pytest.MonkeyPatch, form: AttentionParams
 ) -> None:
     monkeypatch.setattr(batch, "CPU_TILE_BYTES", TILE_BYTES)
     _, pool = make_pool("random-gqa")
@@ -146,7 +146,7 @@ def test_attention_of_a_batch_is_that_of_each_context(
 
 
 def by_definition(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, form: Form
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, form: AttentionParams
 ) -> torch.Tensor:
     """Return the attention of one token in double precision: [num_heads, 1, dim]."""
     scores = query.double() @ keys.double().transpose(1, 2) * form.scaling

@@ -13,7 +13,7 @@ import torch
 from kvtier.connectors.transformers.cache_layers import float32
 from kvtier.core.errors import ConfigError
 from kvtier.serve.engine import Engine
-from kvtier.serve.engine.attention import Form
+from kvtier.serve.engine.attention import AttentionParams
 from kvtier.serve.engine.batch import BatchKV
 from kvtier.serve.engine.models import load_model
 from kvtier.serve.engine.paged import PagedKV, PromptKV, paged_attention
@@ -110,12 +110,16 @@ def test_the_slower_runner_is_a_warning_with_its_reason(
 
 
 def with_form(
-    kv: type[PagedKV], monkeypatch: pytest.MonkeyPatch, change: Callable[[Form], Form]
+    kv: type[PagedKV],
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[AttentionParams], AttentionParams],
 ) -> None:
     """Make a KV class attend with changed attention parameters."""
     attend = kv.attend
 
-    def changed_attend(self: Any, layer: int, query: Any, key: Any, value: Any, form: Form) -> Any:
+    def changed_attend(
+        self: Any, layer: int, query: Any, key: Any, value: Any, form: AttentionParams
+    ) -> Any:
         return attend(self, layer, query, key, value, change(form))
 
     monkeypatch.setattr(kv, "attend", changed_attend)
@@ -137,7 +141,7 @@ def test_a_model_whose_attention_is_computed_otherwise_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    change: Callable[[Form], Form],
+    change: Callable[[AttentionParams], AttentionParams],
     why: str,
     kv: type[PagedKV],
 ) -> None:

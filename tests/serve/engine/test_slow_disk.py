@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
 from kvtier.serve.engine import Engine, SamplingParams
-from tests.cache.tokens.world import count
+from tests.cache.tokens.harness import count
 
 from .conftest import SMALL
 

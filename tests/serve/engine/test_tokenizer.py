@@ -51,11 +51,11 @@ def test_text_goes_on_behind_a_prompt_as_if_decoded_at_once(
 @pytest.mark.parametrize("specials", [[], [1], [1, 2, 1]])
 def test_a_blank_stays_behind_special_tokens(specials: list[int]) -> None:
     tokenizer = tokenizer_of("sentencepiece")
-    hello, world = tokenizer.encode("hello"), tokenizer.encode("world")
-    assert "".join(streamed(tokenizer, hello + specials, world)) == " world"
-    assert "".join(streamed(tokenizer, hello, world + specials + world)) == " world world"
+    hello, harness = tokenizer.encode("hello"), tokenizer.encode("harness")
+    assert "".join(streamed(tokenizer, hello + specials, harness)) == " harness"
+    assert "".join(streamed(tokenizer, hello, harness + specials + harness)) == " harness harness"
     assert "".join(streamed(tokenizer, specials, hello)) == "hello"  # the beginning of a text
-    assert tokenizer.token_text(world[0]) == " world"
+    assert tokenizer.token_text(harness[0]) == " harness"
 
 
 def byte_tokens(kind: str, tokenizer: Tokenizer, text: bytes) -> list[int]:
@@ -92,6 +92,6 @@ def test_a_token_is_decoded_a_few_times_only(kind: str, monkeypatch: pytest.Monk
         return decode(token_ids)
 
     monkeypatch.setattr(tokenizer, "decode", counting)
-    tokens = byte_tokens(kind, tokenizer, b"\xe4") + tokenizer.encode("world") + [1]
+    tokens = byte_tokens(kind, tokenizer, b"\xe4") + tokenizer.encode("harness") + [1]
     streamed(tokenizer, [], tokens * 500)
     assert num_decoded[0] < 10 * 500 * len(tokens)

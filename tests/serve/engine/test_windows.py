@@ -24,14 +24,14 @@ from kvtier.devices import Direction
 from kvtier.devices.cpu import CpuDevice
 from kvtier.layout import DType, full_attention
 from kvtier.serve.engine import Completion, Engine, EngineConfig, SamplingParams
-from kvtier.serve.engine.attention import Form
+from kvtier.serve.engine.attention import AttentionParams
 from kvtier.serve.engine.batch import BatchKV
 from kvtier.serve.engine.models import load_model
 from kvtier.serve.engine.paged import PagedKV, PromptKV, Span
 from kvtier.serve.engine.pool import KVPool, Place
 from kvtier.serve.engine.profile import KVProfile
 from kvtier.serve.engine.runner import ModelRunner
-from kvtier.serve.engine.windows import MOST_BUNDLES, WindowLayers, WindowRunner
+from kvtier.serve.engine.windows import MAX_BUNDLES, WindowLayers, WindowRunner
 from kvtier.testing import FaultyDevice
 from scripts.model_coverage import WINDOW, kinds, save
 from tests.serve.engine.asking import GREEDY, ask, same
@@ -101,11 +101,11 @@ def test_no_two_layers_share_a_place(windows: list[int]) -> None:
     assert all(place.layer < layers.num_layers for place in layers.places)
     bundles = {place.bundle for place in layers.places} - {None}
     assert bundles == set(range(layers.num_bundles))
-    assert layers.num_bundles <= MOST_BUNDLES
+    assert layers.num_bundles <= MAX_BUNDLES
     for window, place in zip(windows, layers.places, strict=True):
         assert place.bundle is None or 0 < window <= layers.window
     num_whole = sum(not window for window in windows)
-    assert layers.num_layers == max(num_whole, -(-len(windows) // (1 + MOST_BUNDLES)))
+    assert layers.num_layers == max(num_whole, -(-len(windows) // (1 + MAX_BUNDLES)))
 
 
 # -- forward passes --------------------------------------------------------------------------------
@@ -192,7 +192,9 @@ def attend_all(
     for layer, window in enumerate(windows):
         query = torch.randn(1, 2 * HEADS, num_tokens, DIM, generator=made)
         key, value = torch.randn(2, 1, HEADS, num_tokens, DIM, generator=made)
-        found.append(kv.attend(layer, query, *kv.update(key, value, layer), Form(0.3, window)))
+        found.append(
+            kv.attend(layer, query, *kv.update(key, value, layer), AttentionParams(0.3, window))
+        )
     return [each.clone() for each in found]
 
 

@@ -16,7 +16,7 @@ import zmq
 from kvtier.core.types import DEVICE, HOST
 from kvtier.observe import event_peers
 from kvtier.observe.block_events import BlockEvents, BlockLog
-from kvtier.observe.publisher import MOST_KEPT, Publisher
+from kvtier.observe.publisher import MAX_KEPT, Publisher
 from tests.kit.waiting import wait_until
 
 from .test_events import ANY_PORT, publisher, router, send
@@ -76,15 +76,15 @@ def test_readers_that_read_nothing_use_up_neither_memory_nor_descriptors(
     """200 readers request all kept batches. None is disconnected for it yet."""
     monkeypatch.setattr(event_peers, "STUCK_S", 600.0)
     made = Publisher(BlockLog(), ANY_PORT, ANY_PORT)
-    for number in range(MOST_KEPT):
+    for number in range(MAX_KEPT):
         made._keep(number, BATCH)
-    made._num_sent = MOST_KEPT
+    made._num_sent = MAX_KEPT
     memory, descriptors = resident_bytes(), num_descriptors()
     made.start(BlockEvents([DEVICE, HOST], [], 2))
     with idle_readers(made, 200):
-        full = [event_peers.MOST_PEERS] * 2
+        full = [event_peers.MAX_PEERS] * 2
         wait_until(lambda: num_peers(made) == full, "the limit is reached")
-        wait_until(lambda: len(made._answers) == event_peers.MOST_PEERS, "they don't read")
+        wait_until(lambda: len(made._answers) == event_peers.MAX_PEERS, "they don't read")
         most = descriptors + sum(full) + 2  # the pipes to the readers
         wait_until(lambda: num_descriptors() <= most, "the others were refused")
         with dial(made.endpoints[1]) as late:
@@ -93,13 +93,13 @@ def test_readers_that_read_nothing_use_up_neither_memory_nor_descriptors(
     wait_until(lambda: num_peers(made) == [0, 0], "they have gone")
     wait_until(lambda: not made._answers, "nothing is kept for them")
     with router(made.endpoints) as reads:
-        reads.replay(MOST_KEPT)
-        assert list(reads.batches) == [MOST_KEPT], "it goes on as before"
+        reads.replay(MAX_KEPT)
+        assert list(reads.batches) == [MAX_KEPT], "it goes on as before"
     made.close()
 
 
 def test_one_that_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_peers, "MOST_PEERS", 3)
+    monkeypatch.setattr(event_peers, "MAX_PEERS", 3)
     with publisher(BlockLog()) as made:
         those = [dial(made.endpoints[0]) for _ in range(3)]
         wait_until(lambda: num_peers(made) == [3, 0], "they are let in")
@@ -116,7 +116,7 @@ def test_one_that_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_subscriber_far_behind_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that others read are not kept for the subscriber."""
-    monkeypatch.setattr(event_peers, "MOST_BEHIND_BYTES", 1 << 20)
+    monkeypatch.setattr(event_peers, "MAX_BEHIND_BYTES", 1 << 20)
     monkeypatch.setattr(event_peers, "SWEEP_S", 0.02)
     log = BlockLog()
     with publisher(log) as made, router(made.endpoints) as reads, idle_readers(made, 1):
@@ -139,9 +139,9 @@ def test_one_that_asks_and_takes_nothing_is_disconnected(monkeypatch: pytest.Mon
     monkeypatch.setattr(event_peers, "STUCK_S", 0.1)
     monkeypatch.setattr(event_peers, "SWEEP_S", 0.02)
     made = Publisher(BlockLog(), ANY_PORT, ANY_PORT)
-    for number in range(MOST_KEPT):
+    for number in range(MAX_KEPT):
         made._keep(number, BATCH)
-    made._num_sent = MOST_KEPT
+    made._num_sent = MAX_KEPT
     made.start(BlockEvents([DEVICE, HOST], [], 2))
     with idle_readers(made, 1):
         wait_until(lambda: bool(made._answers), "it has asked")

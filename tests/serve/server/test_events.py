@@ -18,7 +18,7 @@ from kvtier.core.config import CacheConfig
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import DEVICE, HOST, BlockId
 from kvtier.observe.block_events import BlockEvents, BlockLog
-from kvtier.observe.event_peers import MOST_PEERS, NUM_REFUSED
+from kvtier.observe.event_peers import MAX_PEERS, NUM_REFUSED
 from kvtier.observe.publisher import END, Publisher, is_local
 from kvtier.serve.engine import Engine, EngineConfig, SamplingParams
 from kvtier.serve.server import ServerConfig, Service
@@ -160,8 +160,8 @@ def test_a_replay_begins_where_it_is_asked_to_and_bad_questions_get_none() -> No
 @pytest.mark.nightly
 def test_readers_that_do_not_read_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for readers that do not read, and for replays, is bounded."""
-    monkeypatch.setattr("kvtier.observe.publisher.MOST_KEPT", 50)
-    monkeypatch.setattr("kvtier.observe.publisher.MOST_UNREAD", 5)
+    monkeypatch.setattr("kvtier.observe.publisher.MAX_KEPT", 50)
+    monkeypatch.setattr("kvtier.observe.publisher.MAX_UNREAD", 5)
     log = BlockLog()
     with publisher(log) as made, router(made.endpoints) as sleeps:
         sleeps.sub.setsockopt(zmq.RCVHWM, 5)
@@ -239,7 +239,7 @@ def test_a_server_leaves_descriptors_to_readers_of_its_events(
             Service(engine, ServerConfig(max_connections=5000)).close()
         found.append(int(re.findall(r"connections limited max=(\d+)", caplog.text)[-1]))
     without, beside = found
-    assert without - beside >= 2 * (MOST_PEERS + NUM_REFUSED)
+    assert without - beside >= 2 * (MAX_PEERS + NUM_REFUSED)
 
 
 def _has(reads: Router, wanted: dict[str, int]) -> bool:

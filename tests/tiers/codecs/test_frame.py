@@ -20,7 +20,7 @@ from kvtier.tiers.codecs.codec import Uint8s
 from kvtier.tiers.codecs.encryption import KEY_VARIABLE, Keyring, key_id, read_keyring
 from kvtier.tiers.codecs.frame import (
     HEAD_BYTES,
-    MOST_OVERHEAD,
+    MAX_OVERHEAD,
     CodecChoice,
     CodecCounts,
     FrameHead,
@@ -82,13 +82,13 @@ def test_block_comes_back_whatever_lies_in_pieces(name: str, kind: str, cut: str
 
 
 def test_block_that_does_not_shrink_is_stored_as_it_is() -> None:
-    memory, into = memory_of("random"), np.zeros(BLOCK_BYTES + MOST_OVERHEAD, np.uint8)
+    memory, into = memory_of("random"), np.zeros(BLOCK_BYTES + MAX_OVERHEAD, np.uint8)
     plain = make_coder(CODERS["lossless"], opaque(BLOCK_BYTES))
     assert plain.encode(KEYS[0], memory.pieces, into) is None
     assert plain.counts.num_kept == 1
     head = make_coder(CODERS["both"], opaque(BLOCK_BYTES)).encode(KEYS[0], memory.pieces, into)
     assert head is not None
-    assert (head.codec, head.num_bytes) == (0, BLOCK_BYTES + MOST_OVERHEAD)
+    assert (head.codec, head.num_bytes) == (0, BLOCK_BYTES + MAX_OVERHEAD)
 
 
 @pytest.mark.slow
@@ -295,7 +295,7 @@ def test_auto_uses_the_codec_while_loads_gain_by_it() -> None:
 
 def test_auto_stores_as_it_is_what_never_shrinks() -> None:
     coder = make_coder(CodingConfig("auto"), opaque(BLOCK_BYTES))
-    memory, into = memory_of("random"), np.zeros(BLOCK_BYTES + MOST_OVERHEAD, np.uint8)
+    memory, into = memory_of("random"), np.zeros(BLOCK_BYTES + MAX_OVERHEAD, np.uint8)
     coder.choice.note_transfer(1, 1.0)
     for _ in range(200):
         assert coder.encode(KEYS[0], memory.pieces, into) is None

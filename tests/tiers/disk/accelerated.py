@@ -154,16 +154,16 @@ class Accelerated:
         self._stack.close()
 
 
-def hang(world: Accelerated, tier: DiskTier) -> list[Outcome]:
+def hang(harness: Accelerated, tier: DiskTier) -> list[Outcome]:
     """Let the driver hold a read until its engine is abandoned, then release it.
 
     Return the outcomes of the read. It begins within a second, also on a busy machine.
     """
-    world.fake.cancels(Cancel.IGNORED)
-    world.fake.hold_storage()
+    harness.fake.cancels(Cancel.IGNORED)
+    harness.fake.hold_storage()
     outcomes: list[Outcome] = []
     reading = threading.Thread(
-        target=lambda: outcomes.extend(tier.get(keys(), world.in_pool(), 1.0))
+        target=lambda: outcomes.extend(tier.get(keys(), harness.in_pool(), 1.0))
     )
     reading.start()
     event = threading.Event()
@@ -174,7 +174,7 @@ def hang(world: Accelerated, tier: DiskTier) -> list[Outcome]:
     else:
         raise AssertionError("it was never given up")
     assert reading.is_alive(), "whoever waits for it keeps its memory"
-    world.fake.let_storage_go()
+    harness.fake.let_storage_go()
     reading.join()
     return outcomes
 
@@ -195,12 +195,12 @@ def on_disk(tier: DiskTier, folder: Path, block: int, at: int, value: int) -> No
 
 @contextmanager
 def accelerated(name: str, folder: Path, **named: object) -> Iterator[Accelerated]:
-    """Yield a world; check that hardware would accept its calls, and that all is released."""
-    world = Accelerated(name, folder, **named)  # type: ignore[arg-type]
+    """Yield a harness; check that hardware would accept its calls, and that all is released."""
+    harness = Accelerated(name, folder, **named)  # type: ignore[arg-type]
     try:
-        yield world
+        yield harness
     finally:
-        world.close()
-    assert world.fake.violations == []
-    assert world.fake.storage_leaks == []
-    assert world.fake.leaks == []
+        harness.close()
+    assert harness.fake.violations == []
+    assert harness.fake.storage_leaks == []
+    assert harness.fake.leaks == []

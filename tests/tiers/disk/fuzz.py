@@ -46,11 +46,11 @@ from kvtier.tiers.disk.inspect.report import report_slab
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.io.preadv import PreadvEngine
 from kvtier.tools.cli import inspect, verify
-from tests.tiers.disk import world as disk_world
+from tests.tiers.disk import harness as disk_harness
+from tests.tiers.disk.harness import SLOT_BYTES, Arena, Clock, Harness
 from tests.tiers.disk.mutations import Damage, Files, mutate, not_closed
-from tests.tiers.disk.world import SLOT_BYTES, Arena, Clock, World
 
-key = cache(disk_world.key)
+key = cache(disk_harness.key)
 OK = Outcome.THERE
 GROUP = full_attention(2, 2, 64, DType.FLOAT16, 4)
 NUM_SLOTS = 6
@@ -124,8 +124,8 @@ class Fuzzer:
         assert next(numbers) == len(NUMBERS)
         return moments
 
-    def _open(self) -> World:
-        return World(self.options, GROUP, self.system, self.arena, self.clock)
+    def _open(self) -> Harness:
+        return Harness(self.options, GROUP, self.system, self.arena, self.clock)
 
     def _take(self) -> Moment:
         paths = {
@@ -216,7 +216,7 @@ class Fuzzer:
         finally:
             here.tier.close() if rng.random() < 0.5 else here.crash()
 
-    def _claim(self, here: World, rng: random.Random) -> dict[BlockKey, Slot]:
+    def _claim(self, here: Harness, rng: random.Random) -> dict[BlockKey, Slot]:
         """Claim and load everything that may be there, in some order; ``load`` compares."""
         slots: dict[BlockKey, Slot] = {}
         for number in rng.sample(NUMBERS, len(NUMBERS)):
@@ -233,7 +233,7 @@ class Fuzzer:
         here.tier.free(list(slots.values()))
         return dict(zip(keys, slots.values(), strict=True))
 
-    def _store(self, here: World, rng: random.Random) -> dict[BlockKey, Slot]:
+    def _store(self, here: Harness, rng: random.Random) -> dict[BlockKey, Slot]:
         """Store new blocks beside the recovered ones."""
         slots = here.tier.allocate(min(rng.randrange(1, 4), here.tier.num_free))
         assert slots is not None
@@ -267,7 +267,7 @@ def main() -> None:
     logging.disable(logging.ERROR)  # damage is what this is about
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    disk_world.block = cache(disk_world.block)
+    disk_harness.block = cache(disk_harness.block)
     blind = mock.patch("kvtier.tiers.disk.part.choose", nothing_checked)
     with tempfile.TemporaryDirectory(dir=os.environ.get("KVTIER_FUZZ_FOLDER")) as folder:
         fuzzer = Fuzzer(Path(folder), verify_mode, int(num_parts))

@@ -21,7 +21,7 @@ EXTREMES = [
     for step in (-1, 0, 1)
     if (number := 1 << power) + step >= 0
 ]
-MOST_DATA, MOST_JOURNAL = 1 << 30, 1 << 40
+MAX_DATA, MAX_JOURNAL = 1 << 30, 1 << 40
 """Bytes that files are extended to, by holes."""
 
 
@@ -121,7 +121,7 @@ def extend(rng: Random, damage: Damage) -> None:
             damage.is_plain = False
             content += content[rng.randrange(len(content)) :]
         case _:
-            most = MOST_DATA if name.endswith("data.slab") else MOST_JOURNAL
+            most = MAX_DATA if name.endswith("data.slab") else MAX_JOURNAL
             damage.sizes[name] = rng.choice((1 << 20, most, rng.randrange(len(content), most)))
 
 

@@ -50,7 +50,7 @@ BATCHES = ["cufile113", "cufile115"]
 
 
 @pytest.fixture(params=LIBRARIES)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Accelerated]:
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Accelerated]:
     with accelerated(request.param, tmp_path, cuts=BY_LAYER) as made:
         yield made
 
@@ -61,10 +61,10 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "_known", {})
 
 
-def stored(world: Accelerated, **options: object) -> DiskTier:
+def stored(harness: Accelerated, **options: object) -> DiskTier:
     """Return a tier that has stored, and trusts, all blocks."""
-    tier = world.open(**options)
-    assert tier.put(names(), world.in_host(), 60) == THERE
+    tier = harness.open(**options)
+    assert tier.put(names(), harness.in_host(), 60) == THERE
     return tier
 
 
@@ -99,24 +99,24 @@ def test_blocks_come_as_repack_would_bring_them(
 ) -> None:
     """For any layout and place, trusted or not, in parts or whole; no other byte changes."""
     folder = tmp_path_factory.mktemp("slab")
-    with accelerated(name, folder, group=GROUPS[group], order=order, has_host=has_host) as world:
-        world.fake.reset_storage(seed, 20 * (seed % 3), percent_short)
-        tier = stored(world, verify=verify, sample_every=2)
+    with accelerated(name, folder, group=GROUPS[group], order=order, has_host=has_host) as harness:
+        harness.fake.reset_storage(seed, 20 * (seed % 3), percent_short)
+        tier = stored(harness, verify=verify, sample_every=2)
         if crashed:
             tier.abandon()
-            tier = world.open(verify=verify, sample_every=2)
-        if world.pool.memory.kind not in tier.facts.reaches:
+            tier = harness.open(verify=verify, sample_every=2)
+        if harness.pool.memory.kind not in tier.facts.reaches:
             assert has_host, "without a host tier everything is reached"
             return
         for _ in range(2):
             before = np.random.default_rng(seed).integers(
-                0, 256, world.pool.memory.nbytes, np.uint8
+                0, 256, harness.pool.memory.nbytes, np.uint8
             )
-            world.fill_pool(before)
+            harness.fill_pool(before)
             to = slots[: len(at)]
-            got = tier.get([keys()[each] for each in at], world.in_pool(to), 60)
+            got = tier.get([keys()[each] for each in at], harness.in_pool(to), 60)
             assert got == [Outcome.THERE] * len(at)
-            assert np.array_equal(world.pool_bytes(), world.expected(before, to, at))
+            assert np.array_equal(harness.pool_bytes(), harness.expected(before, to, at))
 
 
 @pytest.mark.parametrize("group", [GQA, MLA], ids=["GQA", "MLA"])
@@ -124,37 +124,37 @@ def test_blocks_come_as_repack_would_bring_them(
 def test_whole_pages_go_straight_once_they_are_trusted(
     name: str, group: object, tmp_path: Path
 ) -> None:
-    with accelerated(name, tmp_path, group=group) as world:
-        tier = stored(world)
-        world.fill_pool(0)
-        copies = world.fake.count("copies")
-        assert tier.get(keys(), world.in_pool(), 60) == THERE
-        world.check_pool()
-        assert world.fake.count("copies") == copies, "none of them was in host memory"
-        assert world.fake.num_transfers > 0
+    with accelerated(name, tmp_path, group=group) as harness:
+        tier = stored(harness)
+        harness.fill_pool(0)
+        copies = harness.fake.count("copies")
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE
+        harness.check_pool()
+        assert harness.fake.count("copies") == copies, "none of them was in host memory"
+        assert harness.fake.num_transfers > 0
         assert line_of(tier, "disk to device").found == "direct"
-        kind = world.pool.memory.kind
+        kind = harness.pool.memory.kind
         assert kind in tier.facts.reaches
         assert not tier.facts.can_write_from(kind), "nobody computes a checksum there"
 
 
-def test_several_disks_register_the_pool_once(world: Accelerated, tmp_path: Path) -> None:
-    tier = stored(world, more_paths=(tmp_path / "two",), direct=Direct.ON)
-    world.fill_pool(0)
-    assert tier.get(keys(), world.in_pool(), 60) == THERE
-    world.check_pool()
-    prefix = {"cuda": "cuFile", "hip": "hipFile", "ascend": "NdsFile"}[world.fake.vendor]
-    assert world.fake.count(f"{prefix}HandleRegister") == 2
-    is_registered = world.fake.vendor != "ascend"
-    assert world.fake.count(f"{prefix}BufRegister") == is_registered * len(world.allocations)
+def test_several_disks_register_the_pool_once(harness: Accelerated, tmp_path: Path) -> None:
+    tier = stored(harness, more_paths=(tmp_path / "two",), direct=Direct.ON)
+    harness.fill_pool(0)
+    assert tier.get(keys(), harness.in_pool(), 60) == THERE
+    harness.check_pool()
+    prefix = {"cuda": "cuFile", "hip": "hipFile", "ascend": "NdsFile"}[harness.fake.vendor]
+    assert harness.fake.count(f"{prefix}HandleRegister") == 2
+    is_registered = harness.fake.vendor != "ascend"
+    assert harness.fake.count(f"{prefix}BufRegister") == is_registered * len(harness.allocations)
 
 
-def test_places_that_can_not_be_reached_straight_are_copied_to(world: Accelerated) -> None:
+def test_places_that_can_not_be_reached_straight_are_copied_to(harness: Accelerated) -> None:
     """Pieces that begin inside a page, or in memory that the library has not registered."""
-    tier = stored(world)
-    world.fill_pool(0)
-    others = world.fake.allocate(GQA.bytes_per_block)
-    pieces = world.in_pool()
+    tier = stored(harness)
+    harness.fill_pool(0)
+    others = harness.fake.allocate(GQA.bytes_per_block)
+    pieces = harness.in_pool()
     addresses = pieces.addresses.copy()
     begins = np.cumsum(pieces.sizes) - pieces.sizes
     addresses[0] = others + begins.astype(np.uint64)
@@ -162,97 +162,99 @@ def test_places_that_can_not_be_reached_straight_are_copied_to(world: Accelerate
     moved = Pieces(addresses[:2], pieces.sizes, pieces.kind)
     assert tier.get(keys(2), moved, 60) == THERE[:2]
     size = GQA.bytes_per_block
-    assert np.array_equal(world.fake.peek(others, size), world.content[:size])
+    assert np.array_equal(harness.fake.peek(others, size), harness.content[:size])
     found = [
-        world.fake.peek(int(at), int(n)) for at, n in zip(addresses[1], pieces.sizes, strict=True)
+        harness.fake.peek(int(at), int(n)) for at, n in zip(addresses[1], pieces.sizes, strict=True)
     ]
-    assert np.array_equal(np.concatenate(found), world.content[size : 2 * size])
-    world.fake.free(others)
+    assert np.array_equal(np.concatenate(found), harness.content[size : 2 * size])
+    harness.fake.free(others)
 
 
 # -- trust -----------------------------------------------------------------------------------------
 
 
-def test_after_a_crash_the_processor_sees_every_block_first(world: Accelerated) -> None:
-    stored(world).abandon()
-    tier = world.open()
-    world.fill_pool(0)
-    assert tier.get(keys(), world.in_pool(), 60) == THERE
-    world.check_pool()
-    assert world.fake.num_transfers == 0, "nothing that nobody has verified"
-    world.fill_pool(0)
-    assert tier.get(keys(), world.in_pool(), 60) == THERE
-    world.check_pool()
-    assert world.fake.num_transfers > 0, "by now somebody has"
+def test_after_a_crash_the_processor_sees_every_block_first(harness: Accelerated) -> None:
+    stored(harness).abandon()
+    tier = harness.open()
+    harness.fill_pool(0)
+    assert tier.get(keys(), harness.in_pool(), 60) == THERE
+    harness.check_pool()
+    assert harness.fake.num_transfers == 0, "nothing that nobody has verified"
+    harness.fill_pool(0)
+    assert tier.get(keys(), harness.in_pool(), 60) == THERE
+    harness.check_pool()
+    assert harness.fake.num_transfers > 0, "by now somebody has"
 
 
-def test_after_an_orderly_end_blocks_are_trusted(world: Accelerated) -> None:
-    stored(world).close()
-    tier = world.open()
-    world.fill_pool(0)
-    assert tier.get(keys(), world.in_pool(), 60) == THERE
-    world.check_pool()
-    assert world.fake.num_transfers > 0
+def test_after_an_orderly_end_blocks_are_trusted(harness: Accelerated) -> None:
+    stored(harness).close()
+    tier = harness.open()
+    harness.fill_pool(0)
+    assert tier.get(keys(), harness.in_pool(), 60) == THERE
+    harness.check_pool()
+    assert harness.fake.num_transfers > 0
 
 
-def test_a_sample_takes_the_way_on_which_it_is_verified(world: Accelerated) -> None:
-    tier = stored(world, verify=Verify.SAMPLED, sample_every=3)
-    copies = world.fake.count("copies")
-    assert tier.get(keys(), world.in_pool(), 60) == THERE
-    assert world.fake.count("copies") - copies == 2 * 8, "two of six blocks, in 8 pieces each"
+def test_a_sample_takes_the_way_on_which_it_is_verified(harness: Accelerated) -> None:
+    tier = stored(harness, verify=Verify.SAMPLED, sample_every=3)
+    copies = harness.fake.count("copies")
+    assert tier.get(keys(), harness.in_pool(), 60) == THERE
+    assert harness.fake.count("copies") - copies == 2 * 8, "two of six blocks, in 8 pieces each"
 
 
 @pytest.mark.parametrize("is_sampled", [True, False], ids=["sampled", "after a crash"])
-def test_damage_is_noticed_wherever_it_is_looked_for(world: Accelerated, is_sampled: bool) -> None:
-    tier = stored(world, verify=Verify.SAMPLED, sample_every=1 if is_sampled else 1000)
-    value = int(world.content[2 * GQA.bytes_per_block + 100])
-    on_disk(tier, world.folder, block=2, at=100, value=value ^ 1)
+def test_damage_is_noticed_wherever_it_is_looked_for(
+    harness: Accelerated, is_sampled: bool
+) -> None:
+    tier = stored(harness, verify=Verify.SAMPLED, sample_every=1 if is_sampled else 1000)
+    value = int(harness.content[2 * GQA.bytes_per_block + 100])
+    on_disk(tier, harness.folder, block=2, at=100, value=value ^ 1)
     if not is_sampled:
         tier.abandon()
-        tier = world.open()
-    outcomes = tier.get(keys(), world.in_pool(), 60)
+        tier = harness.open()
+    outcomes = tier.get(keys(), harness.in_pool(), 60)
     assert outcomes == [Outcome.DAMAGED if at == 2 else Outcome.THERE for at in range(NUM_BLOCKS)]
 
 
 # -- on, auto and off ------------------------------------------------------------------------------
 
 
-def test_every_block_is_verified_only_by_way_of_host_memory(world: Accelerated) -> None:
+def test_every_block_is_verified_only_by_way_of_host_memory(harness: Accelerated) -> None:
     with pytest.raises(ConfigError, match="verify: always, and the device computes no checksums"):
-        world.open(verify=Verify.ALWAYS, direct=Direct.ON)
-    tier = stored(world, verify=Verify.ALWAYS)
-    world.fill_pool(0)
-    assert tier.get(keys(), world.in_pool(), 60) == THERE
-    world.check_pool()
-    assert world.fake.num_transfers == 0
+        harness.open(verify=Verify.ALWAYS, direct=Direct.ON)
+    tier = stored(harness, verify=Verify.ALWAYS)
+    harness.fill_pool(0)
+    assert tier.get(keys(), harness.in_pool(), 60) == THERE
+    harness.check_pool()
+    assert harness.fake.num_transfers == 0
     line = line_of(tier, "disk to device")
     assert line.found == "through a buffer"
     assert line.note == "verify is always, and the device computes no checksums"
 
 
-def test_off_reaches_host_memory_only(world: Accelerated) -> None:
-    tier = world.open(direct=Direct.OFF)
+def test_off_reaches_host_memory_only(harness: Accelerated) -> None:
+    tier = harness.open(direct=Direct.OFF)
     assert tier.facts.reaches == {"host"}
     assert tier.facts.direct is Direct.OFF
     assert line_of(tier, "disk to device").found == "through host memory"
-    assert world.fake.storage_leaks == [], "no driver was opened"
+    assert harness.fake.storage_leaks == [], "no driver was opened"
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_beside_a_host_tier_auto_goes_straight_at_need(name: str, tmp_path: Path) -> None:
-    with accelerated(name, tmp_path, has_host=True) as world:
-        tier = stored(world)
+    with accelerated(name, tmp_path, has_host=True) as harness:
+        tier = stored(harness)
         assert tier.facts.direct is Direct.AUTO
-        assert world.pool.memory.kind in tier.facts.reaches
+        assert harness.pool.memory.kind in tier.facts.reaches
         line = line_of(tier, "disk to device")
         assert (line.found, line.note) == (
             "through host memory",
             "direct while host memory is full",
         )
-        world.fill_pool(0)
-        assert tier.get(keys(), world.in_pool(), 60) == THERE
-        world.check_pool()
-        assert tier.get(keys(), world.in_host(), 60) == THERE, "and host memory as ever"
+        harness.fill_pool(0)
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE
+        harness.check_pool()
+        assert tier.get(keys(), harness.in_host(), 60) == THERE, "and host memory as ever"
 
 
 @pytest.mark.usefixtures("nothing_known")
@@ -274,19 +276,19 @@ def test_what_the_probe_could_not_do_is_not_done(
         monkeypatch.setattr(
             probing, "probe", lambda kind, folder, device: probe(kind, folder, device, 1.5)
         )
-    with accelerated("cufile120", tmp_path) as world:
+    with accelerated("cufile120", tmp_path) as harness:
         with monkeypatch.context() as broken:
             broken.setenv(variable, value)
             with pytest.raises(ConfigError, match=f"direct: on, and .*: .*{reason}.*leave it at"):
-                world.open(direct=Direct.ON)
-            tier = stored(world)
+                harness.open(direct=Direct.ON)
+            tier = stored(harness)
         assert line_of(tier, "disk to device").found == "through a buffer"
         assert reason in line_of(tier, "disk to device").note
         assert line_of(tier, "disk to accelerator").found == "no"
-        world.fill_pool(0)
-        assert tier.get(keys(), world.in_pool(), 60) == THERE
-        world.check_pool()
-        assert world.fake.num_transfers == 0
+        harness.fill_pool(0)
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE
+        harness.check_pool()
+        assert harness.fake.num_transfers == 0
 
 
 @pytest.mark.usefixtures("nothing_known")
@@ -296,20 +298,20 @@ def test_compatibility_mode_is_called_what_it_is(
 ) -> None:
     caplog.set_level(logging.INFO, "kvtier")
     monkeypatch.setenv("KVTIER_FAKE_DRIVER", "bounced")
-    with accelerated(name, tmp_path) as world:
-        tier = stored(world)
+    with accelerated(name, tmp_path) as harness:
+        tier = stored(harness)
         assert tier.facts.direct is Direct.OFF
         assert "only its compatibility mode" in line_of(tier, "disk to device").note
         assert line_of(tier, "disk to accelerator").found.startswith("compatibility mode: ")
         tier.close()
-        tier = world.open(direct=Direct.ON)
+        tier = harness.open(direct=Direct.ON)
         line = line_of(tier, "disk to device")
         assert line.found == "direct, in compatibility mode"
         assert "every byte goes through host memory" in line_of(tier, "disk to accelerator").note
-        world.fill_pool(0)
-        assert tier.get(keys(), world.in_pool(), 60) == THERE
-        world.check_pool()
-        assert world.fake.num_transfers > 0
+        harness.fill_pool(0)
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE
+        harness.check_pool()
+        assert harness.fake.num_transfers > 0
     warned = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
     assert any("way=direct, in compatibility mode" in each for each in warned)
 
@@ -318,41 +320,41 @@ def test_where_the_machine_is_direct_compatibility_mode_is_forbidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The probe found a direct path. A later fallback of the library must be reported."""
-    with accelerated("cufile120", tmp_path) as world:
-        world.open().close()
-        world.fake.reset_storage(is_bounced=True)
-        tier = world.open()
+    with accelerated("cufile120", tmp_path) as harness:
+        harness.open().close()
+        harness.fake.reset_storage(is_bounced=True)
+        tier = harness.open()
         assert "kernel driver is not loaded" in line_of(tier, "disk to device").note
         with pytest.raises(ConfigError, match="kernel driver is not loaded"):
-            world.open(direct=Direct.ON, path=tmp_path / "two")
+            harness.open(direct=Direct.ON, path=tmp_path / "two")
         assert "CUFILE_ALLOW_COMPAT_MODE" not in os.environ
 
 
 @pytest.mark.parametrize("name", ["cufile120", "hipfile03"])
 def test_a_pool_that_can_not_be_pinned_is_told_of(name: str, tmp_path: Path) -> None:
-    with accelerated(name, tmp_path) as world:
-        world.fake.limit_pinned(16)
-        prefix = {"cuda": "cuFile", "hip": "hipFile"}[world.fake.vendor]
-        world.fake.fail_call(f"{prefix}DriverSetMaxPinnedMemSize", 5002)
-        tier = stored(world)
+    with accelerated(name, tmp_path) as harness:
+        harness.fake.limit_pinned(16)
+        prefix = {"cuda": "cuFile", "hip": "hipFile"}[harness.fake.vendor]
+        harness.fake.fail_call(f"{prefix}DriverSetMaxPinnedMemSize", 5002)
+        tier = stored(harness)
         assert "can't be pinned" in line_of(tier, "disk to device").note
-        assert tier.get(keys(), world.in_pool(), 60) == THERE
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE
 
 
 def test_a_device_without_a_library_or_a_queue_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with accelerated("cufile120", tmp_path) as world:
-        monkeypatch.setattr(world.device, "file_library", "")
-        tier = world.open()
+    with accelerated("cufile120", tmp_path) as harness:
+        monkeypatch.setattr(harness.device, "file_library", "")
+        tier = harness.open()
         assert "no file library is known" in line_of(tier, "disk to device").note
         tier.close()
 
         def refuse(direction: object) -> None:
             raise DeviceError("no more queues")
 
-        monkeypatch.setattr(world.device, "make_queue", refuse)
-        tier = world.open()
+        monkeypatch.setattr(harness.device, "make_queue", refuse)
+        tier = harness.open()
         assert tier.facts.reaches == {"host", "cpu"}
         assert line_of(tier, "disk to device").note == "no more queues"
 
@@ -368,22 +370,22 @@ def test_a_device_without_a_library_or_a_queue_says_so(
     ],
 )  # fmt: skip
 def test_what_the_library_fails_at_is_read_by_way_of_host_memory(
-    world: Accelerated, fault: Fault, value: int
+    harness: Accelerated, fault: Fault, value: int
 ) -> None:
     """The disk need not be at fault: no slot is quarantined, and no block is dropped."""
-    tier = stored(world)
+    tier = stored(harness)
     for nth in (1, 2):
-        world.fill_pool(0)
-        world.fake.fail_transfer(fault, value, nth)
-        assert tier.get(keys(), world.in_pool(), 60) == THERE
-        world.check_pool()
+        harness.fill_pool(0)
+        harness.fake.fail_transfer(fault, value, nth)
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE
+        harness.check_pool()
     assert tier.blocks.slots.num_quarantined == 0
 
 
 def test_a_library_that_fails_again_and_again_is_left_alone_for_a_while(
-    world: Accelerated, monkeypatch: pytest.MonkeyPatch
+    harness: Accelerated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = stored(world, errors_until_off=2)
+    tier = stored(harness, errors_until_off=2)
     accelerator = tier.blocks.parts[0].accelerator
     assert accelerator is not None
 
@@ -394,15 +396,15 @@ def test_a_library_that_fails_again_and_again_is_left_alone_for_a_while(
         broken.setattr(accelerator.engine, "read", fail)
         for _ in range(2):
             assert line_of_straight(tier) == ""
-            assert tier.get(keys(1), world.in_pool([0]), 60) == THERE[:1]
+            assert tier.get(keys(1), harness.in_pool([0]), 60) == THERE[:1]
     assert "2 read errors in a row, the last: EIO" in line_of_straight(tier)
-    world.fill_pool(0)
-    assert tier.get(keys(), world.in_pool(), 60) == THERE
-    world.check_pool()
-    assert world.fake.num_transfers == 0
-    world.now += 10.0
-    assert tier.get(keys(), world.in_pool(), 60) == THERE
-    assert world.fake.num_transfers > 0
+    harness.fill_pool(0)
+    assert tier.get(keys(), harness.in_pool(), 60) == THERE
+    harness.check_pool()
+    assert harness.fake.num_transfers == 0
+    harness.now += 10.0
+    assert tier.get(keys(), harness.in_pool(), 60) == THERE
+    assert harness.fake.num_transfers > 0
     assert line_of_straight(tier) == ""
 
 
@@ -412,24 +414,24 @@ def line_of_straight(tier: DiskTier) -> str:
     return lines[0] if lines else ""
 
 
-def test_a_disk_that_fails_costs_its_blocks_by_either_way(world: Accelerated) -> None:
+def test_a_disk_that_fails_costs_its_blocks_by_either_way(harness: Accelerated) -> None:
     """The file ends before the last block."""
-    tier = stored(world)
+    tier = stored(harness)
     size = tier.blocks.parts[0].slot_bytes
-    os.truncate(world.folder / "data.slab", (NUM_BLOCKS - 1) * size)
-    outcomes = tier.get(keys(), world.in_pool(), 60)
+    os.truncate(harness.folder / "data.slab", (NUM_BLOCKS - 1) * size)
+    outcomes = tier.get(keys(), harness.in_pool(), 60)
     assert sorted(outcome.value for outcome in outcomes) == [
         "damaged",
         *["there"] * (NUM_BLOCKS - 1),
     ]
 
 
-def test_a_copy_that_fails_is_not_called_there(world: Accelerated) -> None:
-    tier = stored(world)
+def test_a_copy_that_fails_is_not_called_there(harness: Accelerated) -> None:
+    tier = stored(harness)
     tier.abandon()
-    tier = world.open()
-    world.fake.fail_late(code=719 if world.fake.vendor != "ascend" else 507013)
-    assert tier.get(keys(), world.in_pool(), 60) == [Outcome.FAILED] * NUM_BLOCKS
+    tier = harness.open()
+    harness.fake.fail_late(code=719 if harness.fake.vendor != "ascend" else 507013)
+    assert tier.get(keys(), harness.in_pool(), 60) == [Outcome.FAILED] * NUM_BLOCKS
     assert tier.blocks.slots.num_quarantined == 0
 
 
@@ -437,16 +439,16 @@ def test_a_copy_that_fails_is_not_called_there(world: Accelerated) -> None:
 def test_a_batch_that_is_late_is_called_off_and_nothing_comes_later(
     name: str, tmp_path: Path
 ) -> None:
-    with accelerated(name, tmp_path) as world:
-        tier = stored(world)
-        world.fill_pool(0)
-        world.fake.hold_storage()
-        assert tier.get(keys(), world.in_pool(), 0.05) == [Outcome.FAILED] * NUM_BLOCKS
-        assert world.fake.num_moving == 0
-        world.fake.let_storage_go()
-        assert not world.pool_bytes().any()
-        assert tier.get(keys(), world.in_pool(), 60) == THERE
-        world.check_pool()
+    with accelerated(name, tmp_path) as harness:
+        tier = stored(harness)
+        harness.fill_pool(0)
+        harness.fake.hold_storage()
+        assert tier.get(keys(), harness.in_pool(), 0.05) == [Outcome.FAILED] * NUM_BLOCKS
+        assert harness.fake.num_moving == 0
+        harness.fake.let_storage_go()
+        assert not harness.pool_bytes().any()
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE
+        harness.check_pool()
         assert tier.blocks.slots.num_quarantined == 0
 
 
@@ -457,65 +459,65 @@ def test_a_driver_that_hangs_is_given_up_and_blocks_take_the_buffer(
     monkeypatch.setattr(direct, "GRACE_S", 0.05)
     monkeypatch.setattr(direct, "_given_up", [])
     monkeypatch.setattr(file_library, "_opened", {})
-    world = Accelerated(name, tmp_path)
-    tier = stored(world)
-    world.fill_pool(0)
-    assert set(hang(world, tier)) <= {Outcome.THERE, Outcome.FAILED}
-    before = world.fake.num_transfers
-    world.fill_pool(0)
-    assert tier.get(keys(), world.in_pool(), 60) == THERE
-    world.check_pool()
-    assert world.fake.num_transfers == before, "nobody asks that driver again"
+    harness = Accelerated(name, tmp_path)
+    tier = stored(harness)
+    harness.fill_pool(0)
+    assert set(hang(harness, tier)) <= {Outcome.THERE, Outcome.FAILED}
+    before = harness.fake.num_transfers
+    harness.fill_pool(0)
+    assert tier.get(keys(), harness.in_pool(), 60) == THERE
+    harness.check_pool()
+    assert harness.fake.num_transfers == before, "nobody asks that driver again"
     tier.close()
-    assert any("file" in storage_leak for storage_leak in world.fake.storage_leaks), (
+    assert any("file" in storage_leak for storage_leak in harness.fake.storage_leaks), (
         "what it may use stays"
     )
-    world.close()
-    assert world.fake.violations == []
-    assert world.fake.leaks == [], "but what only the device used was given back"
+    harness.close()
+    assert harness.fake.violations == []
+    assert harness.fake.leaks == [], "but what only the device used was given back"
     monkeypatch.undo()
-    world.fake.reset_storage()
+    harness.fake.reset_storage()
 
 
 # -- nothing is left behind ------------------------------------------------------------------------
 
 
-def test_a_thousand_operations_leave_nothing_behind(world: Accelerated) -> None:
+def test_a_thousand_operations_leave_nothing_behind(harness: Accelerated) -> None:
     """Some of the operations fail or have no time left."""
-    tier = stored(world, verify=Verify.SAMPLED, sample_every=5, errors_until_off=1000)
+    tier = stored(harness, verify=Verify.SAMPLED, sample_every=5, errors_until_off=1000)
     held: list[tuple[int, int, int]] = []
     for each in range(effort(1000, 100)):
         if each % 7 == 1:
-            world.fake.fail_transfer(Fault.ERROR, errno.EIO)
+            harness.fake.fail_transfer(Fault.ERROR, errno.EIO)
         elif each % 7 == 3:
-            world.fake.fail_transfer(Fault.CUT, PAGE)
+            harness.fake.fail_transfer(Fault.CUT, PAGE)
         some = keys()[each % NUM_BLOCKS : each % NUM_BLOCKS + 2]
         timeout_s = 0.0 if each % 7 == 5 else 60
-        outcomes = tier.get(some, world.in_pool(range(len(some))), timeout_s)
+        outcomes = tier.get(some, harness.in_pool(range(len(some))), timeout_s)
         assert set(outcomes) == ({Outcome.FAILED} if each % 7 == 5 else {Outcome.THERE})
         if each % 50 == 49:
             fds = len(os.listdir("/proc/self/fd"))
-            held.append((fds, threading.active_count(), len(world.fake.leaks)))
+            held.append((fds, threading.active_count(), len(harness.fake.leaks)))
     assert len(set(held)) == 1, "descriptors, threads; streams, events and registrations"
     tier.check_invariants()
 
 
 def test_opening_and_closing_leaves_nothing_behind(
-    world: Accelerated, monkeypatch: pytest.MonkeyPatch
+    harness: Accelerated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.open().close()
+    harness.open().close()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     for turn in range(20):
-        tier = world.open(direct=Direct.ON)
-        tier.put(names(), world.in_host(), 60)
-        assert tier.get(keys(), world.in_pool(), 60) == THERE
+        tier = harness.open(direct=Direct.ON)
+        tier.put(names(), harness.in_host(), 60)
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE
         if turn % 2:
             tier.abandon()
         tier.close()
-        assert world.fake.storage_leaks == []
+        assert harness.fake.storage_leaks == []
     with monkeypatch.context() as broken:
         broken.setattr("kvtier.tiers.disk.part.BlockPort", None)
         with pytest.raises(TypeError):
-            world.open(direct=Direct.ON)
-    assert world.fake.storage_leaks == []
+            harness.open(direct=Direct.ON)
+    assert harness.fake.storage_leaks == []
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

@@ -33,12 +33,12 @@ class Moving:
 
     def __init__(self, name: str, folder: Path) -> None:
         stream: list[int] = []
-        self.world = Accelerated(name, folder, compute=lambda: stream[0], cuts=BY_LAYER)
-        stream.append(self.world.fake.compute_stream())
+        self.harness = Accelerated(name, folder, compute=lambda: stream[0], cuts=BY_LAYER)
+        stream.append(self.harness.fake.compute_stream())
         self.stream = stream[0]
-        self.disk: DiskTier = self.world.open()
-        tiers: dict[str, MemoryTier | StorageTier] = {DEVICE: self.world.pool, DISK: self.disk}
-        self.mover = LocalMover(tiers, self.world.device)
+        self.disk: DiskTier = self.harness.open()
+        tiers: dict[str, MemoryTier | StorageTier] = {DEVICE: self.harness.pool, DISK: self.disk}
+        self.mover = LocalMover(tiers, self.harness.device)
 
     def begin(self, src: str, dst: str, slots: list[Slot] | None = None) -> Job:
         at = SLOTS if slots is None else slots
@@ -46,15 +46,15 @@ class Moving:
 
     def compute(self, value: int) -> None:
         """Queue compute that sets every byte of the pool at some time."""
-        memory = self.world.pool.memory
-        self.world.fake.fill(memory.address, memory.nbytes, value, self.stream)
+        memory = self.harness.pool.memory
+        self.harness.fake.fill(memory.address, memory.nbytes, value, self.stream)
 
     def close(self) -> None:
-        self.world.fake.let_go()
+        self.harness.fake.let_go()
         assert not self.mover.close(60)
-        self.world.close()
-        assert self.world.fake.storage_leaks == []
-        assert self.world.fake.leaks == []
+        self.harness.close()
+        assert self.harness.fake.storage_leaks == []
+        assert self.harness.fake.leaks == []
 
 
 @pytest.fixture(params=LIBRARIES)
@@ -72,7 +72,7 @@ def heeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, movin
         def drop() -> Fence:
             return Passed()
 
-        monkeypatch.setattr(moving.world.device, "fence", drop)
+        monkeypatch.setattr(moving.harness.device, "fence", drop)
     return bool(request.param)
 
 
@@ -80,75 +80,75 @@ def heeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, movin
 def test_a_read_waits_for_those_who_use_its_slots_still(
     moving: Moving, heeds: bool, is_trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = moving.world
-    assert moving.disk.put(names(), world.in_host(), 60) == THERE
+    harness = moving.harness
+    assert moving.disk.put(names(), harness.in_host(), 60) == THERE
     if not is_trusted:
         part = moving.disk.blocks.parts[0]
         monkeypatch.setattr(part.accelerator, "enter", lambda: False)
-    world.fake.hold()
+    harness.fake.hold()
     moving.compute(7)
     job = moving.begin(DISK, DEVICE)
     if heeds:
         assert not job.wait(0.05)
-        assert world.fake.num_transfers == 0
+        assert harness.fake.num_transfers == 0
     elif is_trusted:
         assert job.wait(60), "a file library waits for no stream"
     else:
         wait_until(
-            lambda: world.fake.num_pending > 1
+            lambda: harness.fake.num_pending > 1
         )  # the device's copies stand beside its compute
-    world.fake.let_go()
+    harness.fake.let_go()
     assert job.wait(60)
     assert job.succeeded
-    world.device.fence().wait()
-    world.fake.wait_for(moving.stream)
+    harness.device.fence().wait()
+    harness.fake.wait_for(moving.stream)
     is_right = np.array_equal(
-        world.pool_bytes(), world.expected(np.full_like(world.pool_bytes(), 7), SLOTS, SLOTS)
+        harness.pool_bytes(), harness.expected(np.full_like(harness.pool_bytes(), 7), SLOTS, SLOTS)
     )
-    assert (world.fake.violations == []) == heeds
+    assert (harness.fake.violations == []) == heeds
     assert is_right or not heeds
 
 
 def test_a_write_waits_until_its_blocks_are_computed(moving: Moving, heeds: bool) -> None:
     """Writes go through host memory, where the processor can compute checksums."""
-    world = moving.world
-    world.fill_pool(1)
-    world.fake.hold()
+    harness = moving.harness
+    harness.fill_pool(1)
+    harness.fake.hold()
     moving.compute(9)
     job = moving.begin(DEVICE, DISK)
     if not heeds:  # time to begin before what it should have waited for
         time.sleep(0.3)
-    world.fake.let_go()
+    harness.fake.let_go()
     assert job.wait(60)
     assert job.succeeded
-    assert (world.fake.violations == []) == heeds
-    assert world.fake.num_transfers == 0
+    assert (harness.fake.violations == []) == heeds
+    assert harness.fake.num_transfers == 0
     if heeds:
-        assert moving.disk.get(keys(), world.in_host(), 60) == THERE
-        assert (world.content == 9).all()
+        assert moving.disk.get(keys(), harness.in_host(), 60) == THERE
+        assert (harness.content == 9).all()
 
 
 def test_blocks_come_back_to_other_places(moving: Moving) -> None:
-    world = moving.world
-    before = world.expected(np.zeros(world.pool.memory.nbytes, np.uint8), SLOTS, SLOTS)
-    world.fill_pool(before)
+    harness = moving.harness
+    before = harness.expected(np.zeros(harness.pool.memory.nbytes, np.uint8), SLOTS, SLOTS)
+    harness.fill_pool(before)
     assert moving.begin(DEVICE, DISK).wait(60)
-    world.fill_pool(0)
+    harness.fill_pool(0)
     job = moving.begin(DISK, DEVICE, OTHERS)
     assert job.wait(60)
     assert job.succeeded
-    zeros = np.zeros(world.pool.memory.nbytes, np.uint8)
-    assert np.array_equal(world.pool_bytes(), world.expected(zeros, OTHERS, SLOTS))
-    assert world.fake.num_transfers > 0
-    assert world.fake.violations == []
+    zeros = np.zeros(harness.pool.memory.nbytes, np.uint8)
+    assert np.array_equal(harness.pool_bytes(), harness.expected(zeros, OTHERS, SLOTS))
+    assert harness.fake.num_transfers > 0
+    assert harness.fake.violations == []
 
 
 def test_a_rank_carries_out_what_it_is_ordered(moving: Moving) -> None:
     """Orders that name slots of the accelerator: the same executor, with nothing in between."""
-    world = moving.world
-    before = world.expected(np.zeros(world.pool.memory.nbytes, np.uint8), SLOTS, SLOTS)
-    world.fill_pool(before)
-    executor = RankExecutor(world.pool, moving.mover, {DISK: moving.disk.kept_keys()})
+    harness = moving.harness
+    before = harness.expected(np.zeros(harness.pool.memory.nbytes, np.uint8), SLOTS, SLOTS)
+    harness.fill_pool(before)
+    executor = RankExecutor(harness.pool, moving.mover, {DISK: moving.disk.kept_keys()})
 
     def carry_out(number: int, verb: Verb) -> Done:
         executor.carry_out(RankOrder(number, verb, DISK, tuple(names()), tuple(SLOTS)))
@@ -162,10 +162,10 @@ def test_a_rank_carries_out_what_it_is_ordered(moving: Moving) -> None:
         return done[number]
 
     assert not carry_out(1, Verb.WRITE).failed
-    world.fill_pool(0)
+    harness.fill_pool(0)
     read = carry_out(2, Verb.READ)
     assert not read.failed
-    assert read.num_bytes == NUM_BLOCKS * world.group.bytes_per_block
-    assert np.array_equal(world.pool_bytes(), before)
-    assert world.fake.num_transfers > 0
-    assert world.fake.violations == []
+    assert read.num_bytes == NUM_BLOCKS * harness.group.bytes_per_block
+    assert np.array_equal(harness.pool_bytes(), before)
+    assert harness.fake.num_transfers > 0
+    assert harness.fake.violations == []

@@ -48,16 +48,16 @@ IN_THIRD = 16 * 3 + 6
 second layer, has of block 3."""
 
 
-def stored(world: Accelerated, **options: object) -> DiskTier:
+def stored(harness: Accelerated, **options: object) -> DiskTier:
     """Return a tier that has stored, and trusts, all blocks."""
-    tier = world.open(**options)
-    assert tier.put(names(), world.in_host(), 60) == THERE
-    world.fill_pool(0)
+    tier = harness.open(**options)
+    assert tier.put(names(), harness.in_host(), 60) == THERE
+    harness.fill_pool(0)
     return tier
 
 
-def num_calls(world: Accelerated, name: str) -> int:
-    return world.fake.count(PREFIXES[world.fake.vendor] + name)
+def num_calls(harness: Accelerated, name: str) -> int:
+    return harness.fake.count(PREFIXES[harness.fake.vendor] + name)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -86,15 +86,15 @@ def test_blocks_come_as_repack_would_bring_them_wherever_memory_is_cut(
 ) -> None:
     """A cut may be in the middle of a piece: that block is not transferred directly."""
     folder = tmp_path_factory.mktemp("slab")
-    with accelerated(name, folder, group=group, order=order, cuts=sorted(cuts)) as world:
-        world.fake.reset_storage(seed, 20 * (seed % 3), percent_short)
-        tier = stored(world, verify=verify, sample_every=2)
-        before = np.random.default_rng(seed).integers(0, 256, world.pool.memory.nbytes, np.uint8)
-        world.fill_pool(before)
+    with accelerated(name, folder, group=group, order=order, cuts=sorted(cuts)) as harness:
+        harness.fake.reset_storage(seed, 20 * (seed % 3), percent_short)
+        tier = stored(harness, verify=verify, sample_every=2)
+        before = np.random.default_rng(seed).integers(0, 256, harness.pool.memory.nbytes, np.uint8)
+        harness.fill_pool(before)
         to = slots[: len(at)]
-        got = tier.get([keys()[each] for each in at], world.in_pool(to), 60)
+        got = tier.get([keys()[each] for each in at], harness.in_pool(to), 60)
         assert got == [Outcome.THERE] * len(at)
-        assert np.array_equal(world.pool_bytes(), world.expected(before, to, at))
+        assert np.array_equal(harness.pool_bytes(), harness.expected(before, to, at))
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["all of them", "the first"])
@@ -102,29 +102,29 @@ def test_blocks_come_as_repack_would_bring_them_wherever_memory_is_cut(
 def test_blocks_go_straight_where_every_allocation_was_told_of(
     name: str, is_whole: bool, tmp_path: Path
 ) -> None:
-    with accelerated(name, tmp_path, cuts=BY_LAYER) as world:
-        assert len(world.allocations) == 4
+    with accelerated(name, tmp_path, cuts=BY_LAYER) as harness:
+        assert len(harness.allocations) == 4
         if not is_whole:
-            del world.allocations[1:]
-        tier = stored(world)
-        copies = world.fake.count("copies")
-        assert tier.get(keys(), world.in_pool(), 60) == THERE
-        world.check_pool()
-        went_straight = world.fake.num_transfers > 0 and world.fake.count("copies") == copies
+            del harness.allocations[1:]
+        tier = stored(harness)
+        copies = harness.fake.count("copies")
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE
+        harness.check_pool()
+        went_straight = harness.fake.num_transfers > 0 and harness.fake.count("copies") == copies
         assert went_straight == is_whole
         assert (line_of(tier, "disk to device").found == "direct") == is_whole
 
 
 @pytest.mark.parametrize("name", REGISTERING)
 def test_each_allocation_is_registered_once_and_let_go_once(name: str, tmp_path: Path) -> None:
-    with accelerated(name, tmp_path, cuts=BY_LAYER) as world:
+    with accelerated(name, tmp_path, cuts=BY_LAYER) as harness:
         for turn in (1, 2):
-            tier = stored(world)
+            tier = stored(harness)
             for _ in range(3):
-                assert tier.get(keys(), world.in_pool(), 60) == THERE
-            assert num_calls(world, "BufRegister") == 4 * turn
+                assert tier.get(keys(), harness.in_pool(), 60) == THERE
+            assert num_calls(harness, "BufRegister") == 4 * turn
             tier.close()
-            assert num_calls(world, "BufDeregister") == 4 * turn
+            assert num_calls(harness, "BufDeregister") == 4 * turn
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
@@ -132,20 +132,20 @@ def test_each_allocation_is_registered_once_and_let_go_once(name: str, tmp_path:
 def test_where_one_registration_is_refused_the_others_are_let_go(
     name: str, nth: int, tmp_path: Path
 ) -> None:
-    with accelerated(name, tmp_path, cuts=BY_LAYER) as world:
-        call = f"{PREFIXES[world.fake.vendor]}BufRegister"
-        world.fake.fail_call(call, 5036, nth)
+    with accelerated(name, tmp_path, cuts=BY_LAYER) as harness:
+        call = f"{PREFIXES[harness.fake.vendor]}BufRegister"
+        harness.fake.fail_call(call, 5036, nth)
         with pytest.raises(ConfigError, match="answered 5036.*can't be pinned.*leave it at auto"):
-            world.open(direct=Direct.ON)
-        assert world.fake.storage_leaks == []
-        assert num_calls(world, "BufDeregister") == nth - 1
-        world.fake.fail_call(call, 5036, nth)
-        tier = stored(world)
+            harness.open(direct=Direct.ON)
+        assert harness.fake.storage_leaks == []
+        assert num_calls(harness, "BufDeregister") == nth - 1
+        harness.fake.fail_call(call, 5036, nth)
+        tier = stored(harness)
         assert "answered 5036" in line_of(tier, "disk to device").note
-        assert world.fake.storage_leaks == []
-        assert tier.get(keys(), world.in_pool(), 60) == THERE, "by the buffer"
-        world.check_pool()
-        assert world.fake.num_transfers == 0
+        assert harness.fake.storage_leaks == []
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE, "by the buffer"
+        harness.check_pool()
+        assert harness.fake.num_transfers == 0
 
 
 @pytest.mark.parametrize("name", REGISTERING)
@@ -153,27 +153,27 @@ def test_memory_that_is_no_one_allocation_is_not_registered_as_one(
     name: str, tmp_path: Path
 ) -> None:
     """The control: memory registered as one allocation has no direct path at all."""
-    world = Accelerated(name, tmp_path, cuts=BY_LAYER)
-    world.allocations = [world.pool.memory]
-    tier = stored(world)
+    harness = Accelerated(name, tmp_path, cuts=BY_LAYER)
+    harness.allocations = [harness.pool.memory]
+    tier = stored(harness)
     assert "answered 5014" in line_of(tier, "disk to device").note
-    assert tier.get(keys(), world.in_pool(), 60) == THERE, "by the buffer, piece by piece"
-    assert world.fake.num_transfers == 0
-    world.close()
-    assert "a copy leaves the piece of memory that it begins in" in world.fake.violations
+    assert tier.get(keys(), harness.in_pool(), 60) == THERE, "by the buffer, piece by piece"
+    assert harness.fake.num_transfers == 0
+    harness.close()
+    assert "a copy leaves the piece of memory that it begins in" in harness.fake.violations
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_pool_whose_pieces_are_cut_is_refused_with_the_number(name: str, tmp_path: Path) -> None:
     reason = "a piece of 8192 bytes is not inside one of the accelerator's 2 allocations"
-    with accelerated(name, tmp_path, cuts=[1]) as world:
+    with accelerated(name, tmp_path, cuts=[1]) as harness:
         with pytest.raises(ConfigError, match=f"direct: on, and .*{reason}; leave it at auto"):
-            world.open(direct=Direct.ON)
-        tier = stored(world)
+            harness.open(direct=Direct.ON)
+        tier = stored(harness)
         assert line_of(tier, "disk to device").note == reason
-        assert tier.get(keys(), world.in_pool(), 60) == THERE
-        world.check_pool()
-        assert world.fake.num_transfers == 0
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE
+        harness.check_pool()
+        assert harness.fake.num_transfers == 0
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["cut", "not registered"])
@@ -186,20 +186,20 @@ def test_a_block_that_no_registration_holds_takes_the_buffer_and_nobody_is_to_bl
     It never counts as an error of the library. All other blocks are still transferred directly.
     """
     begin, end = (IN_THIRD + 1, IN_THIRD + 1) if is_known else (IN_THIRD, IN_THIRD + 2)
-    with accelerated(name, tmp_path, cuts=sorted({begin, end})) as world:
+    with accelerated(name, tmp_path, cuts=sorted({begin, end})) as harness:
         if not is_known:
-            del world.allocations[1]
-        tier = stored(world, errors_until_off=2)
+            del harness.allocations[1]
+        tier = stored(harness, errors_until_off=2)
         for _ in range(5):
-            before = world.fake.num_transfers
-            assert tier.get(keys()[3:4], world.in_pool([3]), 60) == THERE[:1]
-            assert world.fake.num_transfers == before, "not even of its other pieces"
-            world.fill_pool(0)
-            before, copies = world.fake.num_transfers, world.fake.count("copies")
-            assert tier.get(keys(), world.in_pool(), 60) == THERE
-            world.check_pool()
-            assert world.fake.num_transfers > before
-            assert world.fake.count("copies") - copies == 8 + is_known, "of one block; one is cut"
+            before = harness.fake.num_transfers
+            assert tier.get(keys()[3:4], harness.in_pool([3]), 60) == THERE[:1]
+            assert harness.fake.num_transfers == before, "not even of its other pieces"
+            harness.fill_pool(0)
+            before, copies = harness.fake.num_transfers, harness.fake.count("copies")
+            assert tier.get(keys(), harness.in_pool(), 60) == THERE
+            harness.check_pool()
+            assert harness.fake.num_transfers > before
+            assert harness.fake.count("copies") - copies == 8 + is_known, "of one block; one is cut"
         assert tier.blocks.slots.num_quarantined == 0
         assert not [finding for finding in tier.findings() if finding.topic == "direct reads"]
 
@@ -210,15 +210,15 @@ def test_what_fails_in_one_allocation_is_read_again(
     name: str, fault: Fault, tmp_path: Path
 ) -> None:
     """Any of the transfers may fail."""
-    with accelerated(name, tmp_path, cuts=BY_LAYER) as world:
-        tier = stored(world)
-        before = world.fake.num_transfers
-        assert tier.get(keys(), world.in_pool(), 60) == THERE
-        for nth in range(1, world.fake.num_transfers - before + 1):
-            world.fill_pool(0)
-            world.fake.fail_transfer(fault, {Fault.ERROR: errno.EIO}.get(fault, 0), nth)
-            assert tier.get(keys(), world.in_pool(), 60) == THERE
-            world.check_pool()
+    with accelerated(name, tmp_path, cuts=BY_LAYER) as harness:
+        tier = stored(harness)
+        before = harness.fake.num_transfers
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE
+        for nth in range(1, harness.fake.num_transfers - before + 1):
+            harness.fill_pool(0)
+            harness.fake.fail_transfer(fault, {Fault.ERROR: errno.EIO}.get(fault, 0), nth)
+            assert tier.get(keys(), harness.in_pool(), 60) == THERE
+            harness.check_pool()
 
 
 class Owner:
@@ -234,32 +234,32 @@ def test_a_driver_that_hangs_keeps_every_allocation(
     monkeypatch.setattr(direct, "GRACE_S", 0.05)
     monkeypatch.setattr(direct, "_given_up", [])
     monkeypatch.setattr(file_library, "_opened", {})
-    world = Accelerated(name, tmp_path, cuts=BY_LAYER)
-    owners = [Owner() for _ in world.allocations]
-    world.allocations = [
+    harness = Accelerated(name, tmp_path, cuts=BY_LAYER)
+    owners = [Owner() for _ in harness.allocations]
+    harness.allocations = [
         Memory(allocation.address, allocation.nbytes, allocation.kind, owner)
-        for allocation, owner in zip(world.allocations, owners, strict=True)
+        for allocation, owner in zip(harness.allocations, owners, strict=True)
     ]
     held = [weakref.ref(owner) for owner in owners]
     owners.clear()
-    tier = stored(world)
+    tier = stored(harness)
     if hangs:
-        assert set(hang(world, tier)) <= {Outcome.THERE, Outcome.FAILED}
+        assert set(hang(harness, tier)) <= {Outcome.THERE, Outcome.FAILED}
     else:
-        assert tier.get(keys(), world.in_pool(), 60) == THERE
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE
     tier.close()
-    num_kept = 4 if hangs and world.fake.vendor != "ascend" else 0
-    assert world.fake.storage_leaks.count("registered memory") == num_kept
-    world.close()
-    world.tiers.clear()
-    world.allocations.clear()
+    num_kept = 4 if hangs and harness.fake.vendor != "ascend" else 0
+    assert harness.fake.storage_leaks.count("registered memory") == num_kept
+    harness.close()
+    harness.tiers.clear()
+    harness.allocations.clear()
     del tier
     gc.collect()
     assert [each() is not None for each in held] == [hangs] * 4
-    assert world.fake.violations == []
-    assert world.fake.leaks == []
+    assert harness.fake.violations == []
+    assert harness.fake.leaks == []
     monkeypatch.undo()
-    world.fake.reset_storage()
+    harness.fake.reset_storage()
 
 
 @pytest.mark.parametrize("behind", [0, 512])
@@ -268,12 +268,12 @@ def test_alignment_is_that_of_a_piece_and_not_of_its_allocation(
     name: str, behind: int, tmp_path: Path
 ) -> None:
     """torch's memory begins at any 512 bytes, and engines align within it."""
-    with accelerated(name, tmp_path, cuts=BY_LAYER) as world:
-        second = world.allocations[1]
-        world.allocations[1] = Memory(
+    with accelerated(name, tmp_path, cuts=BY_LAYER) as harness:
+        second = harness.allocations[1]
+        harness.allocations[1] = Memory(
             second.address + behind, second.nbytes - behind, second.kind, None
         )
-        tier = stored(world)
-        assert tier.get(keys(), world.in_pool(), 60) == THERE
-        world.check_pool()
-        assert (world.fake.num_transfers > 0) == (behind == 0), "of block 0 the page is cut"
+        tier = stored(harness)
+        assert tier.get(keys(), harness.in_pool(), 60) == THERE
+        harness.check_pool()
+        assert (harness.fake.num_transfers > 0) == (behind == 0), "of block 0 the page is cut"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kvtier.tiers import Outcome
 from kvtier.tools.cli import app
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.world import SLOT_BYTES, Clock, World, key, world
+from tests.tiers.disk.harness import SLOT_BYTES, Clock, Harness, harness, key
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 
@@ -35,7 +35,7 @@ def run_json(*words: object) -> tuple[int, dict[str, object]]:
     return result.exit_code, json.loads(result.stdout)
 
 
-def fill(here: World) -> None:
+def fill(here: Harness) -> None:
     """Store three blocks of one namespace, three younger ones of another; forget one of these."""
     slots = here.tier.allocate(6)
     assert slots is not None
@@ -48,7 +48,7 @@ def fill(here: World) -> None:
 def test_inspect_tells_what_is_in_a_slab(tmp_path: Path) -> None:
     clock = Clock()
     clock.now = 1_000_000_000
-    with world(tmp_path, 8, clock=clock) as here:
+    with harness(tmp_path, 8, clock=clock) as here:
         fill(here)
     code, told = run_json("inspect", tmp_path / "slab")
     assert code == 0
@@ -75,7 +75,7 @@ def test_inspect_tells_what_is_in_a_slab(tmp_path: Path) -> None:
 
 
 def test_inspect_prints_to_a_terminal_of_ascii(tmp_path: Path) -> None:
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         here.put(1)
         path = here.options.path
     done = subprocess.run(
@@ -89,7 +89,7 @@ def test_inspect_prints_to_a_terminal_of_ascii(tmp_path: Path) -> None:
 
 
 def test_inspect_beside_an_owner_changes_nothing_and_says_who_it_is(tmp_path: Path) -> None:
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         fill(here)
         before = {each.name: each.read_bytes() for each in here.options.path.iterdir()}
         code, told = run_json("inspect", here.options.path)
@@ -103,7 +103,7 @@ def test_inspect_beside_an_owner_changes_nothing_and_says_who_it_is(tmp_path: Pa
 
 
 def test_inspect_of_an_empty_slab(tmp_path: Path) -> None:
-    with world(tmp_path, 8):
+    with harness(tmp_path, 8):
         pass
     code, text = run("inspect", tmp_path / "slab")
     assert code == 0
@@ -123,7 +123,7 @@ def test_what_is_no_slab_is_told_in_one_line(tmp_path: Path, command: str) -> No
 
 
 def test_verify_of_a_good_slab(tmp_path: Path) -> None:
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         fill(here)
     before = {each.name: each.read_bytes() for each in (tmp_path / "slab").iterdir()}
     code, told = run_json("verify", tmp_path / "slab")
@@ -135,7 +135,7 @@ def test_verify_of_a_good_slab(tmp_path: Path) -> None:
 
 
 def test_verify_finds_and_repairs_damage(tmp_path: Path) -> None:
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         fill(here)
         slab = here.options.path
     for name, offset in (
@@ -168,13 +168,13 @@ def test_verify_finds_and_repairs_damage(tmp_path: Path) -> None:
     code, told = run_json("verify", slab)
     assert code == 0
     assert told["is_right"] is True
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         assert here.get(0, 1, 2, 3, 4) == [CORRUPT, CORRUPT, OK, OK, OK]
         assert here.tier.num_free + 3 == 8
 
 
 def test_verify_finds_a_slab_that_was_cut(tmp_path: Path) -> None:
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         fill(here)
     os.truncate(tmp_path / "slab" / "data.slab", 2 * SLOT_BYTES)
     code, told = run_json("verify", tmp_path / "slab")
@@ -186,7 +186,7 @@ def test_verify_finds_a_slab_that_was_cut(tmp_path: Path) -> None:
 
 def test_repair_gives_quarantined_slots_back_that_can_be_read(tmp_path: Path) -> None:
     system = FaultyDisk()
-    with world(tmp_path, 8, system=system) as here:
+    with harness(tmp_path, 8, system=system) as here:
         slots = here.put(1)
         system.fail("read", 1, errno.EIO)
         here.load([key(1)], slots)
@@ -195,14 +195,14 @@ def test_repair_gives_quarantined_slots_back_that_can_be_read(tmp_path: Path) ->
     code, text = run("verify", tmp_path / "slab", "--repair")
     assert code == 0
     assert "1 slot quarantined after I/O errors, 1 of them used again" in text
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         assert here.tier.slots.num_quarantined == 0
         assert here.tier.num_free == 8
 
 
 @pytest.mark.parametrize("repair", [[], ["--repair"]])
 def test_verify_beside_an_owner_is_refused(tmp_path: Path, repair: list[str]) -> None:
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         slots = here.put(1)
         code, text = run("verify", here.options.path, *repair)
         assert code == 2

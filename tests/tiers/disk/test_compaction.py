@@ -18,9 +18,9 @@ from kvtier.tiers.disk.format.records import RECORD, RECORD_BYTES, RecordKind, R
 from kvtier.tiers.disk.format.rows import SlotRows
 from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
 from tests.tiers.disk.faulty_disk import FaultyDisk
+from tests.tiers.disk.harness import Harness, harness, key, records_of
 from tests.tiers.disk.lossy_disk import LossyDisk
 from tests.tiers.disk.test_crash import churn, claim_all
-from tests.tiers.disk.world import World, key, records_of, world
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_SLOTS = 8
@@ -39,14 +39,14 @@ def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "PACE", 2)
 
 
-def decided(here: World) -> Records:
+def decided(here: Harness) -> Records:
     """Return the journal's record of each slot; zeros for an empty slot."""
     records = records_of(here.options.path, NUM_SLOTS)
     is_live = (records["kind"] == RecordKind.PUT) | (records["kind"] == RecordKind.BAD)
     return np.where(is_live, records, np.zeros(1, RECORD))
 
 
-def generation(here: World) -> int:
+def generation(here: Harness) -> int:
     return here.tier.parts[0].slab.superblock.generation
 
 
@@ -62,7 +62,7 @@ def test_crash_at_every_step_of_a_compaction_that_others_append_to(
         folder = tmp_path / str(at)
         folder.mkdir()
         is_finished = _live(folder, system, durability, known)
-        with world(folder, NUM_SLOTS, durability=durability) as here:
+        with harness(folder, NUM_SLOTS, durability=durability) as here:
             claim_all(here, known)
     assert at > 40, "the life was too short to be interesting"
 
@@ -70,7 +70,7 @@ def test_crash_at_every_step_of_a_compaction_that_others_append_to(
 def _live(folder: Path, system: CrashingDisk, durability: str, known: dict[int, Slot]) -> bool:
     here = None
     try:
-        with world(folder, NUM_SLOTS, system=system, durability=durability) as here:
+        with harness(folder, NUM_SLOTS, system=system, durability=durability) as here:
             here.tier.parts[0].slab.compact_floor = 4
             try:
                 churn(here, random.Random(3), 9, known)
@@ -92,7 +92,7 @@ def test_new_journal_says_what_the_old_one_said(
     with pytest.MonkeyPatch.context() as monkeypatch:
         make_small(monkeypatch)
         rng, known = random.Random(seed), dict[int, Slot]()
-        with world(tmp_path_factory.mktemp("slab"), NUM_SLOTS) as here:
+        with harness(tmp_path_factory.mktemp("slab"), NUM_SLOTS) as here:
             slab = here.tier.parts[0].slab
             slab.compact_floor = 4
             churn(here, rng, num_batches, known)
@@ -113,7 +113,7 @@ def test_power_cut_during_a_compaction_loses_nothing_in_power_mode(
         make_small(monkeypatch)
         rng, system, known = random.Random(seed), LossyDisk(), dict[int, Slot]()
         folder = tmp_path_factory.mktemp("slab")
-        with world(folder, NUM_SLOTS, system=system, durability="power") as here:
+        with harness(folder, NUM_SLOTS, system=system, durability="power") as here:
             for _ in range(3):
                 here.tier.parts[0].slab.compact_floor = 4
                 churn(here, rng, rng.randint(1, 12), known)
@@ -141,7 +141,7 @@ def test_look_up_waits_for_nothing_that_a_compaction_does(
 
     monkeypatch.setattr(SlotRows, "decide", counted)
     system = FaultyDisk()
-    with world(tmp_path, 200, system=system) as here:
+    with harness(tmp_path, 200, system=system) as here:
         for first in range(0, 150, 50):
             here.put(*range(first, first + 50))
         slab = here.tier.parts[0].slab
@@ -152,7 +152,7 @@ def test_look_up_waits_for_nothing_that_a_compaction_does(
         assert sum(num_held) == 150
 
 
-def _unlocked(here: World, call):  # type: ignore[no-untyped-def]
+def _unlocked(here: Harness, call):  # type: ignore[no-untyped-def]
     def checked(*arguments: object) -> None:
         here.tier.parts[0].slab.look_up(np.arange(3))  # would wait for ever
         call(*arguments)
@@ -161,7 +161,7 @@ def _unlocked(here: World, call):  # type: ignore[no-untyped-def]
 
 
 def test_batch_pays_for_a_part_of_a_compaction(tmp_path: Path, small_slices: None) -> None:
-    with world(tmp_path, 32) as here:
+    with harness(tmp_path, 32) as here:
         slab = here.tier.parts[0].slab
         slots = here.put(*range(24))
         here.tier.forget(slots[2:])
@@ -187,7 +187,7 @@ def test_compaction_ends_before_the_reserved_room_does() -> None:
 
 def test_records_that_can_not_be_read_back_are_written_from_memory(tmp_path: Path) -> None:
     """They lose their depth, their time and their namespace, but no block is lost."""
-    with world(tmp_path, NUM_SLOTS) as here:
+    with harness(tmp_path, NUM_SLOTS) as here:
         slots = here.put(1, 2, 3)
         with (here.options.path / "journal").open("r+b") as file:
             file.seek(3 * RECORD_BYTES + 40)
@@ -206,7 +206,7 @@ def test_what_was_appended_meanwhile_must_be_read_back(tmp_path: Path, small_sli
 
     Otherwise the new journal could describe slots by records that are out of date.
     """
-    with world(tmp_path, 32) as here:
+    with harness(tmp_path, 32) as here:
         slab = here.tier.parts[0].slab
         slots = here.put(*range(24))
         here.tier.forget(slots[2:20])
@@ -230,7 +230,7 @@ def test_what_was_appended_meanwhile_must_be_read_back(tmp_path: Path, small_sli
 def test_end_in_the_middle_of_a_compaction_leaves_the_old_journal(
     tmp_path: Path, small_slices: None, is_clean: bool
 ) -> None:
-    with world(tmp_path, 32) as here:
+    with harness(tmp_path, 32) as here:
         slots = here.put(*range(24))
         here.tier.forget(slots[2:20])
         here.tier.parts[0].slab.compact_floor = 4

@@ -21,17 +21,17 @@ from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskSystem
 from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
 from tests.tiers.disk.faulty_disk import FaultyDisk
+from tests.tiers.disk.harness import SLOT_BYTES, Harness, harness, key
 from tests.tiers.disk.lossy_disk import LossyDisk
-from tests.tiers.disk.world import SLOT_BYTES, World, key, world
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_KILLS = int(os.environ.get("KVTIER_NUM_KILLS", "200"))
 NUM_SLOTS = 24
-MOST_NUMBERS = 400
+MAX_NUMBERS = 400
 """No block of these tests has a higher number; one that was forgotten may come back."""
 
 
-def churn(here: World, rng: random.Random, num_batches: int, known: dict[int, Slot]) -> None:
+def churn(here: Harness, rng: random.Random, num_batches: int, known: dict[int, Slot]) -> None:
     """Store batches, overwrite, forget.
 
     known: acknowledged blocks, which have to be found. Always up to date, also after an
@@ -50,7 +50,7 @@ def churn(here: World, rng: random.Random, num_batches: int, known: dict[int, Sl
         assert slots is not None
         numbers = range(number + 1, number + 1 + wanted)
         number += wanted
-        assert number < MOST_NUMBERS
+        assert number < MAX_NUMBERS
         stored = here.store([key(number) for number in numbers], slots)
         for each, slot, ok in zip(numbers, slots, stored, strict=True):
             if ok:
@@ -59,7 +59,7 @@ def churn(here: World, rng: random.Random, num_batches: int, known: dict[int, Sl
                 here.tier.free([slot])
 
 
-def claim_all(here: World, known: dict[int, Slot]) -> None:
+def claim_all(here: Harness, known: dict[int, Slot]) -> None:
     """Check that every acknowledged block is in its slot, with the right bytes.
 
     Other recovered blocks have to be right, too. Leaves exactly the known blocks in use.
@@ -69,7 +69,7 @@ def claim_all(here: World, known: dict[int, Slot]) -> None:
         assert here.claim([key(number)]) == [slot], f"block {number} is lost"
         assert here.load([key(number)], [slot]) == [OK], f"block {number} is damaged"
         in_use.append(slot)
-    for number in range(MOST_NUMBERS):
+    for number in range(MAX_NUMBERS):
         if slots := here.claim([key(number)]):
             here.load([key(number)], slots)
             here.tier.free(slots)
@@ -92,7 +92,7 @@ def test_crash_at_every_step_of_a_life(tmp_path: Path, durability: str) -> None:
         folder = tmp_path / f"{durability} {at}"
         folder.mkdir()
         is_finished = _live(folder, system, durability, known)
-        with world(folder, 8, durability=durability) as here:
+        with harness(folder, 8, durability=durability) as here:
             claim_all(here, known)
     assert at > 30, "the life was too short to be interesting"
 
@@ -100,7 +100,7 @@ def test_crash_at_every_step_of_a_life(tmp_path: Path, durability: str) -> None:
 def _live(folder: Path, system: CrashingDisk, durability: str, known: dict[int, Slot]) -> bool:
     here = None
     try:
-        with world(folder, 8, system=system, durability=durability) as here:
+        with harness(folder, 8, system=system, durability=durability) as here:
             here.tier.parts[0].slab.compact_floor = 4
             try:
                 churn(here, random.Random(1), 8, known)
@@ -132,7 +132,7 @@ class BusyDisk(DiskSystem):
 
 def test_what_is_appended_while_the_journal_is_compacted_is_not_lost(tmp_path: Path) -> None:
     system = BusyDisk()
-    with world(tmp_path, 8, system=system) as here:
+    with harness(tmp_path, 8, system=system) as here:
         slots = here.put(1, 2, 3)
         more = here.tier.allocate(1)
         assert more is not None
@@ -154,7 +154,7 @@ def test_what_is_appended_while_the_journal_is_compacted_is_not_lost(tmp_path: P
 @pytest.mark.parametrize("operation", ["write", "sync"])
 def test_compaction_that_fails_leaves_the_journal_as_it_was(tmp_path: Path, operation: str) -> None:
     system = FaultyDisk()
-    with world(tmp_path, 8, system=system) as here:
+    with harness(tmp_path, 8, system=system) as here:
         for number in range(3):
             here.tier.forget(here.put(number))
         here.tier.parts[0].slab.compact_floor = 1
@@ -198,7 +198,7 @@ def _power_cuts(folder: Path, seed: int, durability: str) -> None:
     known: dict[int, Slot] = {}
     verify = rng.choice(["always", "sampled", "off"])
     num_parts = rng.choice([1, 1, 2])
-    with world(folder, 8, num_parts, system=system, durability=durability, verify=verify) as here:
+    with harness(folder, 8, num_parts, system=system, durability=durability, verify=verify) as here:
         here.tier.parts[0].slab.compact_floor = rng.choice([4, 1000])
         for _ in range(3):
             churn(here, rng, rng.randint(1, 6), known)
@@ -208,7 +208,7 @@ def _power_cuts(folder: Path, seed: int, durability: str) -> None:
             if durability == "power":
                 claim_all(here, known)
                 continue
-            for number in range(MOST_NUMBERS):
+            for number in range(MAX_NUMBERS):
                 if slots := here.claim([key(number)]):
                     if here.load([key(number)], slots) == [OK]:
                         known[number] = slots[0]
@@ -225,7 +225,7 @@ def test_the_power_cut_of_these_tests_does_lose_blocks(tmp_path: Path) -> None:
     lost = wrong = 0
     for seed in range(10):
         rng, system, known = random.Random(seed), LossyDisk(), dict[int, Slot]()
-        with world(tmp_path / str(seed), 8, system=system) as here:
+        with harness(tmp_path / str(seed), 8, system=system) as here:
             churn(here, rng, 4, known)
             here.crash()
             system.power_cut(rng)
@@ -281,13 +281,13 @@ def test_killed_at_any_time_keeps_what_it_acknowledged(
                     num_acknowledged += 1
                 else:
                     known.pop(int(block), None)
-            with world(tmp_path, NUM_SLOTS, num_parts) as here:
+            with harness(tmp_path, NUM_SLOTS, num_parts) as here:
                 claim_all_but_in_doubt(here, known)
         writer.stdin.close()
     assert num_acknowledged > num_kills // 2, "hardly anything was stored before the kills"
 
 
-def claim_all_but_in_doubt(here: World, known: dict[int, Slot]) -> None:
+def claim_all_but_in_doubt(here: Harness, known: dict[int, Slot]) -> None:
     """As ``claim_all``; every block that is found stays for the next writer, as known."""
     for number, slot in sorted(known.items()):
         assert here.claim([key(number)]) == [slot], f"block {number} is lost"

@@ -23,7 +23,7 @@ from kvtier.tiers import Outcome
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.format.superblock import HALF_BYTES, decode
-from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, World, key, world
+from tests.tiers.disk.harness import ALIGNED, SLOT_BYTES, SMALL, Arena, Harness, harness, key
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_BLOCKS = 6
@@ -32,8 +32,8 @@ RECORD_BYTES = 64
 
 @pytest.fixture
 def slab(tmp_path: Path) -> Path:
-    """Return a closed slab in the directory of ``world``: six blocks, and one overwritten slot."""
-    with world(tmp_path, 8) as here:
+    """Return a closed slab in the directory of ``harness``: six blocks, one slot overwritten."""
+    with harness(tmp_path, 8) as here:
         here.tier.free(here.put(100))
         here.put(*range(NUM_BLOCKS))
     return tmp_path / "slab"
@@ -53,7 +53,7 @@ def found_after(folder: Path, damage: Callable[..., object], **settings: Any) ->
     shutil.rmtree(copy.parent, ignore_errors=True)
     shutil.copytree(folder, copy)
     damage(copy)
-    with world(copy.parent, 8, **settings) as here:
+    with harness(copy.parent, 8, **settings) as here:
         assert here.get(100) == [CORRUPT]
         results = here.get(*range(NUM_BLOCKS))
         here.tier.check_invariants()
@@ -256,19 +256,19 @@ def test_slab_of_another_format_version_is_refused_with_both_named(slab: Path) -
 
 
 def test_journal_of_another_slab_is_refused(slab: Path, tmp_path: Path) -> None:
-    with world(tmp_path / "other", 8) as other:
+    with harness(tmp_path / "other", 8) as other:
         other.put(1, 2)
     shutil.copy(tmp_path / "other" / "slab" / "journal", slab / "journal")
     assert "journal" in refused(slab)
 
 
 def test_second_owner_is_refused_and_told_who_is_first(tmp_path: Path) -> None:
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         slots = here.put(1)
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} "):
             DiskBlocks(here.options, SMALL, Arena().memory)
         other = (
-            "import sys; from kvtier.tiers.disk import *; from tests.tiers.disk.world import *\n"
+            "import sys; from kvtier.tiers.disk import *; from tests.tiers.disk.harness import *\n"
             "try: DiskBlocks(DiskOptions(sys.argv[1], 8 * 4096), SMALL, Arena().memory)\n"
             "except ValueError as error: print(error)\n"
         )
@@ -281,7 +281,7 @@ def test_second_owner_is_refused_and_told_who_is_first(tmp_path: Path) -> None:
         ).stdout
         assert f"in use by process {os.getpid()} " in said
         assert here.load([key(1)], slots) == [OK]
-    World(here.options).tier.close()
+    Harness(here.options).tier.close()
 
 
 # -- no room ---------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_full_device_is_a_clear_error_and_leaves_nothing_behind(tmp_path: Path) 
     ):
         DiskBlocks(options, SMALL, Arena().memory, FullDisk())
     assert [each.name for each in (tmp_path / "slab").iterdir()] == ["flock"]
-    with world(tmp_path, 4) as here:
+    with harness(tmp_path, 4) as here:
         here.put(1)
 
 
@@ -326,7 +326,7 @@ def test_a_slab_that_is_cut_short_while_in_use_is_said_so_once(
 ) -> None:
     """The log reports the missing bytes and the remedy, besides the damaged blocks."""
     numbers, file = range(NUM_BLOCKS), tmp_path / "slab" / "data.slab"
-    with world(tmp_path, 8) as here, caplog.at_level("INFO"):
+    with harness(tmp_path, 8) as here, caplog.at_level("INFO"):
         slots = here.put(*numbers)
         os.truncate(file, 2 * SLOT_BYTES)
         for number, slot in zip(numbers, slots, strict=True):

@@ -19,7 +19,7 @@ from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.part import _Limit
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, SMALL, Clock
+from tests.tiers.disk.harness import ALIGNED, SLOT_BYTES, SMALL, Clock
 
 THERE, ABSENT, _, FAILED = Outcome
 

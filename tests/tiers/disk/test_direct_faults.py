@@ -16,34 +16,34 @@ from kvtier.tiers.disk.io import batch_queue, direct, file_library
 from kvtier.tiers.disk.io.base import Int64s
 from tests.kit.fakes.storage import Cancel, Fault
 from tests.kit.waiting import wait_until
-from tests.tiers.disk.direct_world import BATCHES, PAGE, WAYS, Batch, World, direct_world
+from tests.tiers.disk.direct_harness import BATCHES, PAGE, WAYS, Batch, Harness, direct_harness
 
 COMPLETE, FAILED, TIMEOUT, INVALID = 16, 64, 32, 4
 
 
 @pytest.fixture(params=WAYS)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    with direct_world(request.param, tmp_path) as made:
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+    with direct_harness(request.param, tmp_path) as made:
         yield made
 
 
 @pytest.fixture(params=BATCHES)
-def batches(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    with direct_world(request.param, tmp_path) as made:
+def batches(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+    with direct_harness(request.param, tmp_path) as made:
         yield made
 
 
-def apart(world: World, num: int = 10) -> Batch:
+def apart(harness: Harness, num: int = 10) -> Batch:
     """Return pieces of two pages that are apart in the file, so that each is a transfer."""
-    return world.batch(*((4 * at, 3 * at, 2) for at in range(num)))
+    return harness.batch(*((4 * at, 3 * at, 2) for at in range(num)))
 
 
-def check_read(world: World, results: list[int], *but: int) -> None:
+def check_read(harness: Harness, results: list[int], *but: int) -> None:
     """Check that each piece of ``apart`` was read whole, except those with the results ``but``."""
     assert sorted(result for result in results if result != 2 * PAGE) == sorted(but)
     for at, result in enumerate(results):
         if result == 2 * PAGE:
-            assert np.array_equal(world.in_memory(3 * at, 2), world.page(4 * at, 2))
+            assert np.array_equal(harness.in_memory(3 * at, 2), harness.page(4 * at, 2))
 
 
 # -- one transfer ----------------------------------------------------------------------------------
@@ -58,33 +58,33 @@ def check_read(world: World, results: list[int], *but: int) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("write", [False, True])
 def test_a_transfer_that_fails_costs_its_piece(
-    world: World, code: int, told: int, write: bool
+    harness: Harness, code: int, told: int, write: bool
 ) -> None:
-    engine = world.open()
-    world.fake.fail_transfer(Fault.ERROR, code, nth=4)
+    engine = harness.open()
+    harness.fake.fail_transfer(Fault.ERROR, code, nth=4)
     if write:
-        results = engine.write(*apart(world)).tolist()
+        results = engine.write(*apart(harness)).tolist()
         assert sorted(result for result in results if result != 2 * PAGE) == [-told]
         for at, result in enumerate(results):
-            assert world.in_file(4 * at, 2).any() == (result < 0), "the memory is all 0"
+            assert harness.in_file(4 * at, 2).any() == (result < 0), "the memory is all 0"
     else:
-        check_read(world, engine.read(*apart(world)).tolist(), -told)
-    assert engine.read(*apart(world)).tolist() == [2 * PAGE] * 10, "the next batch is served"
+        check_read(harness, engine.read(*apart(harness)).tolist(), -told)
+    assert engine.read(*apart(harness)).tolist() == [2 * PAGE] * 10, "the next batch is served"
 
 
 def test_a_run_that_fails_is_told_piece_by_piece(tmp_path: Path) -> None:
     """One vectored call fails, so each piece is retried by itself to find the failing ones."""
-    with direct_world("cufile120-vectors", tmp_path) as world:
-        engine = world.open()
-        world.fake.fail_transfer(Fault.ERROR, errno.EIO)
-        batch = world.batch(*((at, 2 * at, 1) for at in range(20)))
+    with direct_harness("cufile120-vectors", tmp_path) as harness:
+        engine = harness.open()
+        harness.fake.fail_transfer(Fault.ERROR, errno.EIO)
+        batch = harness.batch(*((at, 2 * at, 1) for at in range(20)))
         assert engine.read(*batch).tolist() == [PAGE] * 20
-        assert world.fake.count("cuFileReadv") == 1
-        assert world.fake.count("cuFileRead") == 20
+        assert harness.fake.count("cuFileReadv") == 1
+        assert harness.fake.count("cuFileRead") == 20
         for at in range(20):
-            assert np.array_equal(world.in_memory(2 * at, 1), world.page(at))
-        only_read = os.open(world.path, os.O_RDONLY | os.O_DIRECT)
-        other = world.open(only_read)
+            assert np.array_equal(harness.in_memory(2 * at, 1), harness.page(at))
+        only_read = os.open(harness.path, os.O_RDONLY | os.O_DIRECT)
+        other = harness.open(only_read)
         assert other.write(*batch).tolist() == [-errno.EBADF] * 20
         other.close()
         os.close(only_read)
@@ -92,15 +92,15 @@ def test_a_run_that_fails_is_told_piece_by_piece(tmp_path: Path) -> None:
 
 def test_pieces_that_follow_each_other_are_one_call(tmp_path: Path) -> None:
     """They may be anywhere in memory, and in any order in the batch."""
-    with direct_world("cufile120-vectors", tmp_path) as world:
-        engine = world.open()
+    with direct_harness("cufile120-vectors", tmp_path) as harness:
+        engine = harness.open()
         pieces = [(at, 2 * ((7 * at) % 50), 1) for at in range(50)]
         order = np.random.default_rng(1).permutation(50)
-        batch = world.batch(*(pieces[at] for at in order))
+        batch = harness.batch(*(pieces[at] for at in order))
         assert engine.read(*batch).tolist() == [PAGE] * 50
-        assert (world.fake.count("cuFileReadv"), world.fake.count("cuFileRead")) == (1, 0)
+        assert (harness.fake.count("cuFileReadv"), harness.fake.count("cuFileRead")) == (1, 0)
         for offset, place, _ in pieces:
-            assert np.array_equal(world.in_memory(place, 1), world.page(offset))
+            assert np.array_equal(harness.in_memory(place, 1), harness.page(offset))
 
 
 @pytest.mark.parametrize(
@@ -112,17 +112,17 @@ def test_pieces_that_follow_each_other_are_one_call(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_both_halves_of_an_event_have_to_be_good(
-    batches: World, fault: Fault, value: int, told: int
+    batches: Harness, fault: Fault, value: int, told: int
 ) -> None:
     engine = batches.open()
     batches.fake.fail_transfer(fault, value, nth=3)
     check_read(batches, engine.read(*apart(batches)).tolist(), -told)
 
 
-def test_more_than_was_asked_for_is_an_error(world: World) -> None:
-    engine = world.open()
-    world.fake.fail_transfer(Fault.MUCH, nth=2)
-    check_read(world, engine.read(*apart(world)).tolist(), -errno.EIO)
+def test_more_than_was_asked_for_is_an_error(harness: Harness) -> None:
+    engine = harness.open()
+    harness.fake.fail_transfer(Fault.MUCH, nth=2)
+    check_read(harness, engine.read(*apart(harness)).tolist(), -errno.EIO)
 
 
 @pytest.mark.parametrize(
@@ -130,37 +130,39 @@ def test_more_than_was_asked_for_is_an_error(world: World) -> None:
     [(PAGE, 2 * PAGE, 2 * PAGE), (0, 0, -errno.EIO), (100, 100, -errno.EIO)],
 )
 def test_a_part_is_continued_unless_it_is_the_end(
-    world: World, moved: int, read: int, written: int
+    harness: Harness, moved: int, read: int, written: int
 ) -> None:
     """A short transfer is continued, except a read that ends within a page: the file's end."""
-    engine = world.open()
-    world.fake.fail_transfer(Fault.CUT, moved, nth=3)
-    results = engine.read(*apart(world)).tolist()
+    engine = harness.open()
+    harness.fake.fail_transfer(Fault.CUT, moved, nth=3)
+    results = engine.read(*apart(harness)).tolist()
     assert sorted(results) == sorted([*[2 * PAGE] * 9, read])
-    world.fake.fail_transfer(Fault.CUT, moved, nth=3)
-    results = engine.write(*apart(world)).tolist()
+    harness.fake.fail_transfer(Fault.CUT, moved, nth=3)
+    results = engine.write(*apart(harness)).tolist()
     assert sorted(results) == sorted([*[2 * PAGE] * 9, written])
 
 
-def test_memory_that_is_not_registered_is_never_handed_on(world: World) -> None:
-    engine = world.open()
-    offsets, addresses, sizes = world.batch((0, 0, 1), (1, 2 * world.num_pages - 1, 2), (3, 2, 1))
-    before = world.fake.num_transfers
+def test_memory_that_is_not_registered_is_never_handed_on(harness: Harness) -> None:
+    engine = harness.open()
+    offsets, addresses, sizes = harness.batch(
+        (0, 0, 1), (1, 2 * harness.num_pages - 1, 2), (3, 2, 1)
+    )
+    before = harness.fake.num_transfers
     assert engine.read(offsets, addresses, sizes).tolist() == [PAGE, -errno.EFAULT, PAGE]
     assert engine.write(offsets[1:2], addresses[1:2], sizes[1:2]).tolist() == [-errno.EFAULT]
-    assert world.fake.num_transfers - before == 2
+    assert harness.fake.num_transfers - before == 2
 
 
-def test_nobody_can_check_what_no_processor_sees(world: World) -> None:
+def test_nobody_can_check_what_no_processor_sees(harness: Harness) -> None:
     with pytest.raises(TierError, match="through host memory"):
-        world.open().read_checked(*apart(world), 1)
+        harness.open().read_checked(*apart(harness), 1)
 
 
 # -- batches ---------------------------------------------------------------------------------------
 
 
 def test_events_that_cant_be_had_are_asked_for_again(
-    batches: World, monkeypatch: pytest.MonkeyPatch
+    batches: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_queue, "LOOK_S", 0.001)
     engine = batches.open()
@@ -169,7 +171,7 @@ def test_events_that_cant_be_had_are_asked_for_again(
 
 
 @pytest.mark.parametrize(("code", "told"), [(5022, errno.EINVAL), (5037, errno.EIO)])
-def test_a_batch_that_is_refused_costs_its_pieces(batches: World, code: int, told: int) -> None:
+def test_a_batch_that_is_refused_costs_its_pieces(batches: Harness, code: int, told: int) -> None:
     engine = batches.open()
     batches.fake.fail_call("cuFileBatchIOSubmit", code)
     assert engine.read(*apart(batches)).tolist() == [-told] * 10
@@ -177,7 +179,7 @@ def test_a_batch_that_is_refused_costs_its_pieces(batches: World, code: int, tol
     check_read(batches, engine.read(*apart(batches)).tolist())
 
 
-def test_more_pieces_than_a_batch_has_room_for(batches: World) -> None:
+def test_more_pieces_than_a_batch_has_room_for(batches: Harness) -> None:
     engine = batches.open()
     batch = batches.batch(*((2 * (at % 32), at, 1) for at in range(128)))
     assert engine.read(*batch).tolist() == [PAGE] * 128
@@ -188,11 +190,11 @@ def test_more_pieces_than_a_batch_has_room_for(batches: World) -> None:
 @pytest.mark.parametrize("name", BATCHES)
 def test_no_batch_waits_for_buffers_that_are_not_there(name: str, tmp_path: Path) -> None:
     """Transfers go through host memory. The fake records requests for more buffers than exist."""
-    with direct_world(name, tmp_path) as world:
-        world.fake.reset_storage(is_bounced=True)
-        engine = world.open()
-        batch = world.batch(*((at % 64, at, 1) for at in range(120)))
-        writer = threading.Thread(target=lambda: engine.write(*world.batch((63, 127, 1))))
+    with direct_harness(name, tmp_path) as harness:
+        harness.fake.reset_storage(is_bounced=True)
+        engine = harness.open()
+        batch = harness.batch(*((at % 64, at, 1) for at in range(120)))
+        writer = threading.Thread(target=lambda: engine.write(*harness.batch((63, 127, 1))))
         writer.start()
         assert engine.read(*batch).tolist() == [PAGE] * 120
         writer.join()
@@ -202,7 +204,7 @@ def test_no_batch_waits_for_buffers_that_are_not_there(name: str, tmp_path: Path
 
 
 def test_what_has_not_begun_at_the_deadline_is_cancelled(
-    batches: World, monkeypatch: pytest.MonkeyPatch
+    batches: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cancelled batch ends, and the next one is a new batch."""
     engine = batches.open()
@@ -234,31 +236,31 @@ def test_a_driver_that_does_not_let_go_keeps_the_memory(
     monkeypatch.setattr(direct, "GRACE_S", 0.05)
     monkeypatch.setattr(direct, "_given_up", [])
     monkeypatch.setattr(file_library, "_opened", {})
-    world = World(name, tmp_path)
-    engine = world.open()
-    world.fake.cancels(cancel)
-    world.fake.hold_storage()
-    waiting = Waiting(lambda: engine.read(*apart(world), 0.05))
+    harness = Harness(name, tmp_path)
+    engine = harness.open()
+    harness.fake.cancels(cancel)
+    harness.fake.hold_storage()
+    waiting = Waiting(lambda: engine.read(*apart(harness), 0.05))
     wait_until(lambda: engine.is_given_up)
-    assert world.fake.num_moving > 0
+    assert harness.fake.num_moving > 0
     assert waiting.thread.is_alive(), "whoever waits for it keeps its memory"
-    assert engine.read(*apart(world), 60.0).tolist() == [-errno.EIO] * 10, "nothing else is begun"
-    assert engine.write(*apart(world)).tolist() == [-errno.EIO] * 10
+    assert engine.read(*apart(harness), 60.0).tolist() == [-errno.EIO] * 10, "nothing else is begun"
+    assert engine.write(*apart(harness)).tolist() == [-errno.EIO] * 10
     assert "given up" in engine.findings()[0].note
     engine.close()
     assert engine in direct._given_up, "its memory is referenced as long as the process lives"
-    assert any("file" in leak for leak in world.fake.storage_leaks), "nothing was given back"
-    world.fake.let_storage_go()
+    assert any("file" in leak for leak in harness.fake.storage_leaks), "nothing was given back"
+    harness.fake.let_storage_go()
     waiting.thread.join()
     assert set(waiting.results) <= {2 * PAGE, -errno.ECANCELED}
     assert 2 * PAGE in waiting.results, "what the driver did in the end is told as it is"
     assert engine.is_given_up
-    assert world.fake.violations == []
-    world.close()
+    assert harness.fake.violations == []
+    harness.close()
 
 
 def test_a_batch_of_which_a_part_may_have_begun_is_waited_for(
-    batches: World, monkeypatch: pytest.MonkeyPatch
+    batches: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "_given_up", [])
     monkeypatch.setattr(file_library, "_opened", {})
@@ -275,19 +277,19 @@ def test_a_batch_of_which_a_part_may_have_begun_is_waited_for(
 
 
 @pytest.fixture(params=WAYS)
-def computing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    """Yield a world whose compute stream is held."""
+def computing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+    """Yield a harness whose compute stream is held."""
     stream: list[int] = []
-    world = World(request.param, tmp_path, compute=lambda: stream[0])
-    stream.append(world.fake.compute_stream())
-    world.fake.hold()
-    world.fake.fill(world.memory.address, 4 * PAGE, 9, stream[0])
-    yield world
-    world.fake.let_go()
-    world.close()
+    harness = Harness(request.param, tmp_path, compute=lambda: stream[0])
+    stream.append(harness.fake.compute_stream())
+    harness.fake.hold()
+    harness.fake.fill(harness.memory.address, 4 * PAGE, 9, stream[0])
+    yield harness
+    harness.fake.let_go()
+    harness.close()
 
 
-def test_what_is_still_computed_is_not_stored(computing: World) -> None:
+def test_what_is_still_computed_is_not_stored(computing: Harness) -> None:
     """A transfer waits for no stream, so the engine has to."""
     engine = computing.open()
     engine.hold_for(computing.device.fence())
@@ -304,14 +306,14 @@ def test_what_is_still_computed_is_not_stored(computing: World) -> None:
     assert computing.fake.violations == []
 
 
-def test_the_fake_notices_who_does_not_wait(computing: World) -> None:
+def test_the_fake_notices_who_does_not_wait(computing: Harness) -> None:
     """The control of the test above."""
     engine = computing.open()
     assert engine.write(*computing.batch((0, 0, 4))).tolist() == [4 * PAGE]
     assert any("not done with" in line for line in computing.fake.violations)
 
 
-def test_nothing_is_stored_of_compute_that_failed(computing: World) -> None:
+def test_nothing_is_stored_of_compute_that_failed(computing: Harness) -> None:
     engine = computing.open()
     engine.hold_for(computing.device.fence())
     computing.fake.lose_device(719)
@@ -325,100 +327,104 @@ def test_nothing_is_stored_of_compute_that_failed(computing: World) -> None:
 
 
 @pytest.mark.parametrize("call", ["DriverOpen", "HandleRegister", "BufRegister", "BatchIOSetUp"])
-def test_what_cant_be_opened_says_so_and_leaves_nothing(world: World, call: str) -> None:
-    name = f"{world.prefix}{call}"
-    if not hasattr(world.fake.library, name) or (
-        call == "BatchIOSetUp" and world.way.value != "batch"
+def test_what_cant_be_opened_says_so_and_leaves_nothing(harness: Harness, call: str) -> None:
+    name = f"{harness.prefix}{call}"
+    if not hasattr(harness.fake.library, name) or (
+        call == "BatchIOSetUp" and harness.way.value != "batch"
     ):
         pytest.skip("not with this library")
-    world.fake.fail_call(name, 5033)
+    harness.fake.fail_call(name, 5033)
     with pytest.raises(TierError, match=f"{name} answered 5033.*set up"):
-        world.open()
-    assert world.fake.storage_leaks == []
-    assert world.open().read(*apart(world)).tolist() == [2 * PAGE] * 10, "the next one opens"
+        harness.open()
+    assert harness.fake.storage_leaks == []
+    assert harness.open().read(*apart(harness)).tolist() == [2 * PAGE] * 10, "the next one opens"
 
 
-def test_files_without_direct_io_are_refused(world: World) -> None:
-    fd = os.open(world.path, os.O_RDWR)
+def test_files_without_direct_io_are_refused(harness: Harness) -> None:
+    fd = os.open(harness.path, os.O_RDWR)
     with pytest.raises(TierError, match="without O_DIRECT"):
-        world.open(fd)
+        harness.open(fd)
     os.close(fd)
 
 
 def test_a_missing_library_is_named_with_the_way_to_name_another(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world.fake, "path", Path("/no/such.so"))
-    told = f"/no/such.so is not on this machine.*{world.fake.library_variable}"
+    monkeypatch.setattr(harness.fake, "path", Path("/no/such.so"))
+    told = f"/no/such.so is not on this machine.*{harness.fake.library_variable}"
     with pytest.raises(TierError, match=told):
-        world.open()
+        harness.open()
 
 
 def test_more_memory_than_may_be_pinned_is_asked_for(tmp_path: Path) -> None:
     for name in ("cufile120-vectors", "hipfile03-single"):
-        with direct_world(name, tmp_path) as world:
-            world.fake.limit_pinned(16)
-            assert world.open().read(*apart(world)).tolist() == [2 * PAGE] * 10
-            assert world.fake.count(f"{world.prefix}DriverSetMaxPinnedMemSize") == 1
-    with direct_world("cufile120-vectors", tmp_path) as world:
-        world.fake.limit_pinned(16)
-        world.fake.fail_call("cuFileDriverSetMaxPinnedMemSize", 5002)
+        with direct_harness(name, tmp_path) as harness:
+            harness.fake.limit_pinned(16)
+            assert harness.open().read(*apart(harness)).tolist() == [2 * PAGE] * 10
+            assert harness.fake.count(f"{harness.prefix}DriverSetMaxPinnedMemSize") == 1
+    with direct_harness("cufile120-vectors", tmp_path) as harness:
+        harness.fake.limit_pinned(16)
+        harness.fake.fail_call("cuFileDriverSetMaxPinnedMemSize", 5002)
         with pytest.raises(TierError, match="can't be pinned"):
-            world.open()
+            harness.open()
 
 
-def test_files_share_the_driver_and_the_memory(world: World, tmp_path: Path) -> None:
+def test_files_share_the_driver_and_the_memory(harness: Harness, tmp_path: Path) -> None:
     """A block may be cut over several disks, and the pool is registered once."""
     other_path = tmp_path / "other"
     other_path.write_bytes(bytes(64 * PAGE))
     other_fd = os.open(other_path, os.O_RDWR | os.O_DIRECT)
-    first, second = world.open(), world.open(other_fd)
-    assert world.fake.count(f"{world.prefix}DriverOpen") == 1
-    assert world.fake.count(f"{world.prefix}BufRegister") == (world.fake.vendor != "ascend")
-    batch = world.batch((5, 0, 1))
+    first, second = harness.open(), harness.open(other_fd)
+    assert harness.fake.count(f"{harness.prefix}DriverOpen") == 1
+    assert harness.fake.count(f"{harness.prefix}BufRegister") == (harness.fake.vendor != "ascend")
+    batch = harness.batch((5, 0, 1))
     assert first.read(*batch).tolist() == [PAGE]
-    assert np.array_equal(world.in_memory(0, 1), world.page(5))
+    assert np.array_equal(harness.in_memory(0, 1), harness.page(5))
     first.close()
     assert second.read(*batch).tolist() == [PAGE]
-    assert not world.in_memory(0, 1).any()
+    assert not harness.in_memory(0, 1).any()
     second.close()
     os.close(other_fd)
 
 
-def test_a_driver_that_somebody_else_opened_stays_open(world: World) -> None:
-    assert getattr(world.fake.library, f"{world.prefix}DriverOpen")() == 0
-    engine = world.open()
-    assert engine.read(*apart(world)).tolist() == [2 * PAGE] * 10
+def test_a_driver_that_somebody_else_opened_stays_open(harness: Harness) -> None:
+    assert getattr(harness.fake.library, f"{harness.prefix}DriverOpen")() == 0
+    engine = harness.open()
+    assert engine.read(*apart(harness)).tolist() == [2 * PAGE] * 10
     engine.close()
-    assert world.fake.storage_leaks == ["an open driver"]
-    close = "DriverClose_v2" if world.fake.vendor == "cuda" else "DriverClose"
-    getattr(world.fake.library, f"{world.prefix}{close}")()
+    assert harness.fake.storage_leaks == ["an open driver"]
+    close = "DriverClose_v2" if harness.fake.vendor == "cuda" else "DriverClose"
+    getattr(harness.fake.library, f"{harness.prefix}{close}")()
 
 
-def test_a_forked_child_gives_nothing_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, pid = world.open(), os.getpid()
+def test_a_forked_child_gives_nothing_back(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, pid = harness.open(), os.getpid()
     with monkeypatch.context() as forked:
         forked.setattr("kvtier.core.system.process.os.getpid", lambda: pid + 1)
         with pytest.raises(Closed, match="forked"):
-            engine.read(*apart(world))
-        before = world.fake.storage_leaks
+            engine.read(*apart(harness))
+        before = harness.fake.storage_leaks
         engine.close()
-        assert world.fake.storage_leaks == before
+        assert harness.fake.storage_leaks == before
     engine._is_closed = False  # of the parent's copy, which knows nothing of that
 
 
-def test_nothing_is_left_of_ten_thousand_transfers(world: World) -> None:
+def test_nothing_is_left_of_ten_thousand_transfers(harness: Harness) -> None:
     before, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    world.fake.reset_storage(3, 0, 10)
+    harness.fake.reset_storage(3, 0, 10)
     for seed in range(20):
-        engine, random = world.open(), np.random.default_rng(seed)
+        engine, random = harness.open(), np.random.default_rng(seed)
         for move in (engine.write, engine.read) * 5:
             offsets, places = random.permutation(64)[:50], random.permutation(128)[:50]
-            batch = world.batch(*zip(offsets.tolist(), places.tolist(), [1] * 50, strict=True))
+            batch = harness.batch(*zip(offsets.tolist(), places.tolist(), [1] * 50, strict=True))
             assert move(*batch, 60.0).tolist() == [PAGE] * 50
         engine.close()
-        assert world.fake.storage_leaks == []
+        assert harness.fake.storage_leaks == []
     assert threading.active_count() == before
     assert len(os.listdir("/proc/self/fd")) == fds
     for made, undone in (("HandleRegister", "HandleDeregister"), ("BufRegister", "BufDeregister")):
-        assert world.fake.count(world.prefix + made) == world.fake.count(world.prefix + undone)
+        assert harness.fake.count(harness.prefix + made) == harness.fake.count(
+            harness.prefix + undone
+        )

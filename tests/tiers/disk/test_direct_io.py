@@ -19,7 +19,7 @@ from kvtier.tiers.disk.io import IoEngine
 from tests.devices.drivers import make_device
 from tests.kit.fakes.storage import StorageFake
 from tests.tiers.disk import test_io as rules
-from tests.tiers.disk.direct_world import PAGE, WAYS, open_direct
+from tests.tiers.disk.direct_harness import PAGE, WAYS, open_direct
 from tests.tiers.disk.test_io import (  # noqa: F401 - run here, with the fixtures of this module
     test_a_deadline_in_the_middle_loses_no_buffer,
     test_bytes_are_right_both_ways,

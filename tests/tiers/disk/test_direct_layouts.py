@@ -24,7 +24,7 @@ from kvtier.layout import (
 from kvtier.tiers.disk.io.base import Int64s, Uint64s
 from tests.devices.drivers import make_device
 from tests.kit.fakes.storage import StorageFake
-from tests.tiers.disk.direct_world import PAGE, WAYS, open_direct
+from tests.tiers.disk.direct_harness import PAGE, WAYS, open_direct
 
 GROUPS = {
     "4 KiB a layer and part": full_attention(5, 2, 64, DType.FLOAT16, 16),

@@ -11,7 +11,7 @@ from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.world import SLOT_BYTES, SMALL
+from tests.tiers.disk.harness import SLOT_BYTES, SMALL
 
 THERE, ABSENT, _, FAILED = Outcome
 

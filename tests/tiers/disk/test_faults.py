@@ -15,12 +15,12 @@ import pytest
 from kvtier.core.types import BlockName
 from kvtier.tiers import Outcome, Pieces
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, World, key, world
+from tests.tiers.disk.harness import ALIGNED, SLOT_BYTES, Harness, harness, key
 
 OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
 
 
-def all_slots_accounted_for(here: World, num_in_use: int) -> None:
+def all_slots_accounted_for(here: Harness, num_in_use: int) -> None:
     tier = here.tier
     tier.check_invariants()
     assert tier.num_free + num_in_use + tier.slots.num_quarantined == tier.num_slots
@@ -34,7 +34,7 @@ def test_read_error_is_a_failed_load_and_its_slot_is_not_used_again(
     tmp_path: Path, nth: int
 ) -> None:
     system = FaultyDisk()
-    with world(tmp_path, 8, system=system) as here:
+    with harness(tmp_path, 8, system=system) as here:
         slots = here.put(*range(5))
         keys = [key(number) for number in range(5)]
         system.fail("read", nth)
@@ -55,7 +55,7 @@ def test_read_error_is_a_failed_load_and_its_slot_is_not_used_again(
 
 def test_late_read_fails_and_leaves_its_slot_in_use(tmp_path: Path) -> None:
     system = FaultyDisk()
-    with world(tmp_path, system=system, errors_until_off=1) as here:
+    with harness(tmp_path, system=system, errors_until_off=1) as here:
         slots = here.put(1)
         system.fail("read", code=errno.ETIMEDOUT)
         assert here.load([key(1)], slots) == [FAILED]
@@ -67,7 +67,7 @@ def test_late_read_fails_and_leaves_its_slot_in_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_bytes", [0, 512, SLOT_BYTES - 512])
 def test_short_read_is_a_miss(tmp_path: Path, num_bytes: int) -> None:
     system = FaultyDisk()
-    with world(tmp_path, system=system, verify="off") as here:
+    with harness(tmp_path, system=system, verify="off") as here:
         slots = here.put(1, 2)
         system.cut_short("read", 1, num_bytes)
         assert here.load([key(1), key(2)], slots) == [CORRUPT, OK]
@@ -79,7 +79,7 @@ def test_short_read_is_a_miss(tmp_path: Path, num_bytes: int) -> None:
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_flipped_byte_is_a_miss(tmp_path: Path, operation: str) -> None:
     system = FaultyDisk()
-    with world(tmp_path, system=system) as here:
+    with harness(tmp_path, system=system) as here:
         system.flip(operation, 2)
         slots = here.put(1, 2, 3)
         assert here.load([key(1), key(2), key(3)], slots) == [OK, CORRUPT, OK]
@@ -94,7 +94,7 @@ def test_failed_write_is_not_acknowledged_and_not_found(
     tmp_path: Path, nth: int, code: int
 ) -> None:
     system = FaultyDisk()
-    with world(tmp_path, 8, system=system) as here:
+    with harness(tmp_path, 8, system=system) as here:
         slots = here.tier.allocate(5)
         assert slots is not None
         system.fail("write", nth, code)
@@ -112,7 +112,7 @@ def test_failed_write_is_not_acknowledged_and_not_found(
 
 def test_short_write_is_not_acknowledged_and_not_found(tmp_path: Path) -> None:
     system = FaultyDisk()
-    with world(tmp_path, system=system, group=ALIGNED) as here:
+    with harness(tmp_path, system=system, group=ALIGNED) as here:
         slots = here.tier.allocate(2)
         assert slots is not None
         system.cut_short("write", 1)
@@ -124,7 +124,7 @@ def test_short_write_is_not_acknowledged_and_not_found(tmp_path: Path) -> None:
 
 def test_block_that_was_overwritten_half_way_does_not_come_back(tmp_path: Path) -> None:
     system = FaultyDisk()
-    with world(tmp_path, 1, system=system) as here:
+    with harness(tmp_path, 1, system=system) as here:
         here.tier.free(here.put(1))
         slots = here.tier.allocate(1)
         assert slots is not None
@@ -139,7 +139,7 @@ def test_block_that_was_overwritten_half_way_does_not_come_back(tmp_path: Path) 
 def test_journal_that_can_not_grow_refuses_the_batch(tmp_path: Path, code: int, nth: int) -> None:
     """The first append names the overwritten slots, the second one the written blocks."""
     system = FaultyDisk()
-    with world(tmp_path, 2, system=system) as here:
+    with harness(tmp_path, 2, system=system) as here:
         here.tier.free(here.put(1, 2))
         slots = here.tier.allocate(2)
         assert slots is not None
@@ -162,7 +162,7 @@ def test_journal_that_can_not_be_cut_is_begun_anew(
 ) -> None:
     """No record is appended behind the remains of a failed append."""
     system = FaultyDisk()
-    with world(tmp_path, 8, system=system) as here:
+    with harness(tmp_path, 8, system=system) as here:
         here.put(1)
         before = (here.options.path / "journal").stat().st_ino
         with monkeypatch.context() as patch:
@@ -182,7 +182,7 @@ def test_journal_that_can_not_be_begun_anew_stops_the_writes_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = FaultyDisk()
-    with world(tmp_path, 8, system=system, errors_until_off=3) as here:
+    with harness(tmp_path, 8, system=system, errors_until_off=3) as here:
         kept = here.put(1)
         slots = here.tier.allocate(3)
         assert slots is not None
@@ -209,7 +209,7 @@ def test_failed_sync_is_not_acknowledged_and_no_later_close_is_believed(
     """The kernel reports a lost write once, and does not name the block."""
     system = FaultyDisk()
     settings: Any = {"durability": "power", "verify": "off", "errors_until_off": 2}
-    with world(tmp_path, 4, system=system, **settings) as here:
+    with harness(tmp_path, 4, system=system, **settings) as here:
         here.tier.free(here.put(1, 2, 3, 4)[:2])
         slots = here.tier.allocate(2)
         assert slots is not None
@@ -240,7 +240,7 @@ def zero(folder: Path, slots: range) -> None:
 
 def test_load_does_not_wait_for_a_store(tmp_path: Path) -> None:
     system = FaultyDisk()
-    with world(tmp_path, system=system) as here:
+    with harness(tmp_path, system=system) as here:
         slots = here.put(1)
         more = here.tier.allocate(1)
         assert more is not None
@@ -260,7 +260,7 @@ def test_load_does_not_wait_for_a_store(tmp_path: Path) -> None:
 def test_scrub_does_not_judge_a_slot_that_is_rewritten_meanwhile(tmp_path: Path) -> None:
     """The scrub looked up the old block, and reads the bytes of the new one."""
     system = RewritingDisk()
-    with world(tmp_path, 2, system=system) as here:
+    with harness(tmp_path, 2, system=system) as here:
         slots = here.put(1)
         system.before_read = lambda: here.store([key(2)], slots)
         assert here.tier.scrub(1 << 20).corrupt == ()
@@ -273,7 +273,7 @@ def test_scrub_does_not_judge_a_slot_that_is_rewritten_meanwhile(tmp_path: Path)
 def test_a_slot_that_is_found_bad_while_it_is_written_stays_so(tmp_path: Path) -> None:
     """A finding made after the block's number was taken is newer than the block."""
     system = RewritingDisk()
-    with world(tmp_path, 4, system=system) as here:
+    with harness(tmp_path, 4, system=system) as here:
         slots = here.tier.allocate(2)
         assert slots is not None
         slab = here.tier.parts[0].slab

@@ -26,7 +26,7 @@ from kvtier.tiers.disk.recovery.replay import recovered, replay
 from kvtier.tiers.disk.recovery.trust import encode
 from kvtier.tiers.disk.slots import DiskSlots, in_order
 from kvtier.tiers.storage import Outcome
-from tests.tiers.disk.world import key, records_of, world
+from tests.tiers.disk.harness import harness, key, records_of
 
 NUM_SLOTS = 5
 
@@ -250,7 +250,7 @@ def test_more_namespaces_than_numbers_share_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier.tiers.disk.format.log.MAX_NAMESPACES", 3)
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         slots = here.tier.allocate(6)
         assert slots is not None
         for number, slot in enumerate(slots):

@@ -18,7 +18,7 @@ from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions
 from kvtier.tiers.disk.format.journal import max_journal_bytes
 from kvtier.tiers.disk.system import DiskSystem, spare_bytes
-from tests.tiers.disk.world import SMALL, Arena, World, key, world
+from tests.tiers.disk.harness import SMALL, Arena, Harness, harness, key
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_SLOTS = 32
@@ -56,7 +56,7 @@ def full(mount: Path) -> Iterator[None]:
         filler.unlink()
 
 
-def churn(here: World, first: int, num: int) -> dict[int, Slot]:
+def churn(here: Harness, first: int, num: int) -> dict[int, Slot]:
     """Store ``num`` blocks one by one; return the ones that are stored at the end."""
     last: dict[Slot, int] = {}
     for number in range(first, first + num):
@@ -73,7 +73,7 @@ def test_a_capacity_that_does_not_fit_is_a_clear_error(mount: Path) -> None:
     with pytest.raises(ConfigError, match=r"No space left.*may be taken\); lower disk_capacity"):
         DiskBlocks(DiskOptions(mount / "slab", 8 << 20), SMALL, Arena().memory)
     assert [each.name for each in (mount / "slab").iterdir()] == ["flock"]
-    with world(mount, NUM_SLOTS) as here:
+    with harness(mount, NUM_SLOTS) as here:
         here.put(1)
 
 
@@ -111,7 +111,7 @@ def test_a_new_slab_leaves_a_part_of_the_disk_free(mount: Path) -> None:
 @pytest.mark.slow
 def test_a_slab_has_all_the_room_that_it_ever_needs(mount: Path) -> None:
     """Blocks, journal, two compactions and a clean close fit after all other space is taken."""
-    with world(mount, NUM_SLOTS, verify="off") as here, full(mount):
+    with harness(mount, NUM_SLOTS, verify="off") as here, full(mount):
         slab = here.tier.parts[0].slab
         generation = slab.superblock.generation
         there = churn(here, 0, 5000)
@@ -124,7 +124,7 @@ def test_a_slab_has_all_the_room_that_it_ever_needs(mount: Path) -> None:
 
 @pytest.mark.parametrize("is_clean", [True, False])
 def test_a_slab_opens_on_a_full_file_system(mount: Path, is_clean: bool) -> None:
-    with world(mount, NUM_SLOTS) as here:
+    with harness(mount, NUM_SLOTS) as here:
         here.put(1, 2)
         if is_clean:
             here.tier.close()
@@ -142,7 +142,7 @@ def test_a_slab_opens_on_a_full_file_system(mount: Path, is_clean: bool) -> None
 def test_a_slab_without_one_of_its_smaller_files_opens_on_a_full_file_system(
     mount: Path, name: str
 ) -> None:
-    with world(mount, NUM_SLOTS) as here:
+    with harness(mount, NUM_SLOTS) as here:
         here.put(1)
         here.tier.close()
         (here.options.path / name).unlink()
@@ -155,20 +155,20 @@ def test_a_slab_without_one_of_its_smaller_files_opens_on_a_full_file_system(
         assert here.get(1, 2) == [OK, OK]
 
 
-def refused(here: World) -> str:
+def refused(here: Harness) -> str:
     with pytest.raises(ConfigError) as caught:
         DiskBlocks(here.options, SMALL, Arena().memory)
     return str(caught.value)
 
 
-def note_of(here: World) -> str:
+def note_of(here: Harness) -> str:
     return next(line.note for line in here.tier.findings() if line.topic == "disk tier")
 
 
 @pytest.mark.slow
 def test_a_journal_without_room_stops_writes_until_there_is_some(mount: Path) -> None:
     """Compaction is impossible for so long that the reserved space is used up."""
-    with world(mount, NUM_SLOTS, errors_until_off=3) as here:
+    with harness(mount, NUM_SLOTS, errors_until_off=3) as here:
         slab = here.tier.parts[0].slab
         slab.compact_floor = 1 << 30
         slots = here.tier.allocate(1)
@@ -190,7 +190,7 @@ def test_a_journal_without_room_stops_writes_until_there_is_some(mount: Path) ->
 
 @pytest.mark.slow
 def test_blocks_are_read_while_nothing_can_be_written(mount: Path) -> None:
-    with world(mount, NUM_SLOTS, errors_until_off=2) as here:
+    with harness(mount, NUM_SLOTS, errors_until_off=2) as here:
         slots = here.put(*range(8))
         slab = here.tier.parts[0].slab
         slab.compact_floor = 1 << 30

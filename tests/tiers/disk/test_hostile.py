@@ -24,7 +24,7 @@ from kvtier.tiers.disk.recovery.recovery import newest
 from kvtier.tiers.disk.recovery.replay import read_journal, recovered, replay, replay_named
 from tests.tiers.disk.command import run
 from tests.tiers.disk.forging import forge_superblock, read_records, write_records
-from tests.tiers.disk.world import SLOT_BYTES, SMALL, Arena, key, records_of, world
+from tests.tiers.disk.harness import SLOT_BYTES, SMALL, Arena, harness, key, records_of
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_BLOCKS = 4
@@ -34,7 +34,7 @@ ESCAPE = b"\x1b]0;owned\x07\x1b[2J"
 @pytest.fixture
 def slab(tmp_path: Path) -> Path:
     """Return a closed slab of eight slots with four blocks."""
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         here.put(*range(NUM_BLOCKS))
     return tmp_path / "slab"
 
@@ -117,7 +117,7 @@ def test_many_slots_that_the_data_does_not_have_cost_nothing(slab: Path) -> None
         assert said.returncode == 0
         assert json.loads(said.stdout)["num_blocks"] == NUM_BLOCKS
     assert (slab / "data.slab").stat().st_size == 8 * SLOT_BYTES
-    with world(slab.parent, 8) as here:
+    with harness(slab.parent, 8) as here:
         assert here.get(*range(NUM_BLOCKS)) == [OK] * NUM_BLOCKS
 
 
@@ -176,7 +176,7 @@ def test_highest_sequence_that_is_read_can_be_counted_on_from(slab: Path) -> Non
     records = read_records(slab)
     records["seq"][-1] = MAX_SEQUENCE - 1
     write_records(slab, records)
-    with world(slab.parent, 8) as here:
+    with harness(slab.parent, 8) as here:
         assert here.get(*range(NUM_BLOCKS)) == [OK] * NUM_BLOCKS
         slots = here.put(10, 11)
         assert here.load([key(10), key(11)], slots) == [OK, OK]
@@ -210,10 +210,10 @@ def test_holes_in_a_journal_cost_nothing_and_are_damage(slab: Path) -> None:
     assert told["num_blocks"] == NUM_BLOCKS
     assert told["num_damaged"] > 0
     assert told["journal_bytes"] == size
-    with world(slab.parent, 8) as here:
+    with harness(slab.parent, 8) as here:
         assert here.get(*range(NUM_BLOCKS)) == [OK] * NUM_BLOCKS
     assert (slab / "journal").stat().st_size < 1 << 20
-    with world(slab.parent, 8) as here:
+    with harness(slab.parent, 8) as here:
         assert here.get(*range(NUM_BLOCKS)) == [OK] * NUM_BLOCKS
 
 
@@ -232,7 +232,7 @@ def test_journal_with_holes_is_whole_until_another_one_is_there(slab: Path) -> N
     with pytest.raises(TierError):
         DiskBlocks(DiskOptions(slab, 8 * SLOT_BYTES), SMALL, Arena().memory, FixedNames())
     assert (slab / "journal").stat().st_size == (2 << 20) + RECORD_BYTES
-    with world(slab.parent, 8) as here:
+    with harness(slab.parent, 8) as here:
         assert here.get(*range(NUM_BLOCKS)) == [OK] * NUM_BLOCKS
 
 
@@ -297,7 +297,7 @@ def test_more_records_of_names_than_there_are_numbers_do_no_harm(slab: Path) -> 
     records["seq"][-len(naming) :] = 1000
     write_records(slab, records)
     assert run("inspect", slab).returncode == 0
-    with world(slab.parent, 8) as here:
+    with harness(slab.parent, 8) as here:
         assert here.get(*range(NUM_BLOCKS)) == [OK] * NUM_BLOCKS
         here.put(10)
 
@@ -319,13 +319,13 @@ def test_description_that_is_no_layout_is_shown_and_obeyed_by_nobody(
     assert (said.returncode, said.stderr) == (0, "")
     assert all(line.isprintable() for line in said.stdout.split("\n"))
     assert json.loads(run("inspect", slab, "--json").stdout)["description"] == description.decode()
-    with world(slab.parent, 8) as here:
+    with harness(slab.parent, 8) as here:
         assert here.get(0) == [OK]
 
 
 @pytest.mark.slow
 def test_owner_can_not_command_the_terminal(tmp_path: Path) -> None:
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         path = here.options.path
         (path / "flock").write_bytes(ESCAPE + b" owner " + b"\xff" * 300)
         for words in (["inspect"], ["inspect", "--json"], ["verify"]):
@@ -341,7 +341,7 @@ def test_name_of_a_directory_can_not_command_the_terminal(tmp_path: Path) -> Non
         said = run(command, path)
         assert said.returncode == 2
         assert "\\x1b[2J[red]\\udcff" in said.stderr
-    with world(path, 8) as here:
+    with harness(path, 8) as here:
         here.put(1)
     for command in ("inspect", "verify"):
         said = run(command, path / "slab")
@@ -363,7 +363,7 @@ def test_repair_of_a_slab_that_was_cut_keeps_what_is_there(slab: Path) -> None:
     assert [bad_block.slot for bad_block in report.bad_blocks] == [2, 3]
     assert (slab / "data.slab").stat().st_size == 2 * SLOT_BYTES
     assert check_slab(slab, repair=False).is_right
-    with world(slab.parent, 8) as here:
+    with harness(slab.parent, 8) as here:
         assert here.get(*range(NUM_BLOCKS)) == [OK, OK, CORRUPT, CORRUPT]
 
 
@@ -371,7 +371,7 @@ def test_repair_of_a_slab_that_was_cut_keeps_what_is_there(slab: Path) -> None:
 
 
 def test_clock_past_what_a_record_can_say_is_the_latest_time(tmp_path: Path) -> None:
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         here.clock.now = 2.0**32 + 1000
         slots = here.tier.allocate(1)
         assert slots is not None

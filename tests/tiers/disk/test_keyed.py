@@ -15,8 +15,8 @@ from kvtier.testing import StorageSuite
 from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.world import SLOT_BYTES
-from tests.tiers.disk.world import SMALL as GROUP
+from tests.tiers.disk.harness import SLOT_BYTES
+from tests.tiers.disk.harness import SMALL as GROUP
 
 
 class TestDiskTier(StorageSuite):

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtier.core.types import Slot, Verify
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions
-from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, SMALL, World, key
+from tests.tiers.disk.harness import ALIGNED, SLOT_BYTES, SMALL, Harness, key
 
 NUM_SLOTS = 6
 numbers = st.integers(0, 11)
@@ -34,18 +34,18 @@ class DiskMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.world: World
+        self.harness: Harness
         self.in_use: dict[Slot, int | None] = {}
         self.on_disk: dict[Slot, int] = {}
         self.order: dict[Slot, int] = {}
         self.lost: set[Slot] = set()
         self.now = 0
         options = DiskOptions(self.folder / "slab", NUM_SLOTS * SLOT_BYTES, bounce_bytes=SLOT_BYTES)
-        self.world = World(options, SMALL)
-        self.world.tier.parts[0].slab.compact_floor = 6
+        self.harness = Harness(options, SMALL)
+        self.harness.tier.parts[0].slab.compact_floor = 6
 
     def teardown(self) -> None:
-        self.world.tier.close()
+        self.harness.tier.close()
         shutil.rmtree(self.folder)
 
     def _newest(self) -> dict[int, Slot]:
@@ -57,12 +57,12 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(numbers, min_size=1, max_size=4, unique=True))
     def store(self, wanted: list[int]) -> None:
-        slots = self.world.tier.allocate(len(wanted))
+        slots = self.harness.tier.allocate(len(wanted))
         if slots is None:
             assert len(self.in_use) + len(wanted) > NUM_SLOTS
             return
         assert set(slots).isdisjoint(self.in_use)
-        assert self.world.store([key(number) for number in wanted], slots) == [True] * len(wanted)
+        assert self.harness.store([key(number) for number in wanted], slots) == [True] * len(wanted)
         for slot, number in zip(slots, wanted, strict=True):
             self.now += 1
             self.in_use[slot], self.on_disk[slot], self.order[slot] = number, number, self.now
@@ -72,7 +72,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(data=st.data(), name=numbers)
     def load(self, data: st.DataObject, name: int) -> None:
         slot = data.draw(st.sampled_from(sorted(self.in_use)))
-        (result,) = self.world.load([key(name)], [slot])
+        (result,) = self.harness.load([key(name)], [slot])
         is_there = self.in_use[slot] == name
         is_right = is_there and slot not in self.lost
         assert result is (Outcome.THERE if is_right else Outcome.DAMAGED)
@@ -91,16 +91,16 @@ class DiskMachine(RuleBasedStateMachine):
     def free(self, data: st.DataObject, forget: bool) -> None:
         slots = data.draw(st.lists(st.sampled_from(sorted(self.in_use)), unique=True))
         if forget:
-            self.world.tier.forget(slots)
+            self.harness.tier.forget(slots)
             for slot in slots:
                 self.on_disk.pop(slot, None)
-        self.world.tier.free(slots)
+        self.harness.tier.free(slots)
         for slot in slots:
             del self.in_use[slot]
 
     @rule(wanted=st.lists(numbers, max_size=4, unique=True))
     def claim(self, wanted: list[int]) -> None:
-        slots = self.world.claim([key(number) for number in wanted])
+        slots = self.harness.claim([key(number) for number in wanted])
         for number, slot in zip(wanted, slots, strict=False):
             assert slot not in self.in_use
             assert self.on_disk[slot] == number
@@ -108,7 +108,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(max_bytes=st.integers(0, 3 * SLOT_BYTES))
     def scrub(self, max_bytes: int) -> None:
-        report = self.world.tier.scrub(max_bytes)
+        report = self.harness.tier.scrub(max_bytes)
         assert report.failed == ()
         for slot in set(report.corrupt):
             self._dropped(slot)
@@ -116,14 +116,14 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(crash=st.booleans())
     def restart(self, crash: bool) -> None:
         if crash:
-            self.world.crash()
+            self.harness.crash()
         else:
-            self.world.tier.close()
+            self.harness.tier.close()
         self._open()
         for number, slot in self._newest().items():
-            assert self.world.claim([key(number)]) == [slot]
+            assert self.harness.claim([key(number)]) == [slot]
             self.in_use[slot] = number
-            is_right = self.world.load([key(number)], [slot]) == [Outcome.THERE]
+            is_right = self.harness.load([key(number)], [slot]) == [Outcome.THERE]
             assert is_right == (slot not in self.lost)
             if not is_right:
                 self._dropped(slot)
@@ -131,10 +131,10 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def crash_that_loses_data(self, data: st.DataObject) -> None:
         """The times of the file are those of a write that never arrived."""
-        self.world.crash()
+        self.harness.crash()
         slots = st.lists(st.sampled_from(sorted(self.on_disk)), unique=True)
         lost = data.draw(slots) if self.on_disk else []
-        path = self.world.options.path / "data.slab"
+        path = self.harness.options.path / "data.slab"
         before = path.stat()
         with path.open("r+b") as file:
             for slot in lost:
@@ -145,24 +145,24 @@ class DiskMachine(RuleBasedStateMachine):
         self._open()
 
     def _open(self) -> None:
-        self.world.open()
-        self.world.tier.parts[0].slab.compact_floor = 6
+        self.harness.open()
+        self.harness.tier.parts[0].slab.compact_floor = 6
         self.in_use.clear()
         newest = self._newest()
-        assert self.world.tier.slots.num_unclaimed == len(newest)
+        assert self.harness.tier.slots.num_unclaimed == len(newest)
         self.on_disk = {slot: number for number, slot in newest.items()}  # older copies are dropped
         self.lost &= self.on_disk.keys()
 
     @rule()
     def restart_without_claims(self) -> None:
-        self.world.tier.close()
+        self.harness.tier.close()
         self._open()
-        assert self.world.tier.num_free == NUM_SLOTS
+        assert self.harness.tier.num_free == NUM_SLOTS
 
     @invariant()
     def counts_agree(self) -> None:
-        self.world.tier.check_invariants()
-        assert self.world.tier.num_free == NUM_SLOTS - len(self.in_use)
+        self.harness.tier.check_invariants()
+        assert self.harness.tier.num_free == NUM_SLOTS - len(self.in_use)
 
 
 class AlignedDiskMachine(DiskMachine):
@@ -170,9 +170,9 @@ class AlignedDiskMachine(DiskMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world.tier.close()
+        self.harness.tier.close()
         shutil.rmtree(self.folder / "slab")
-        self.world = World(replace(self.world.options, verify=Verify.OFF), ALIGNED)
+        self.harness = Harness(replace(self.harness.options, verify=Verify.OFF), ALIGNED)
 
 
 class TwoPartMachine(DiskMachine):
@@ -180,11 +180,11 @@ class TwoPartMachine(DiskMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world.tier.close()
+        self.harness.tier.close()
         shutil.rmtree(self.folder / "slab")
         paths = self.folder / "slab", (self.folder / "other",)
         size = 2 * NUM_SLOTS * SLOT_BYTES
-        self.world = World(DiskOptions(paths[0], size, paths[1], verify=Verify.SAMPLED), SMALL)
+        self.harness = Harness(DiskOptions(paths[0], size, paths[1], verify=Verify.SAMPLED), SMALL)
 
 
 TestDiskMachine = DiskMachine.TestCase

@@ -14,7 +14,7 @@ from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions
 from kvtier.tiers.disk.format.folder import owner_of
 from kvtier.tiers.disk.inspect.check import check_slab
-from tests.tiers.disk.world import SLOT_BYTES, SMALL, Arena, key, world
+from tests.tiers.disk.harness import SLOT_BYTES, SMALL, Arena, harness, key
 
 OK = Outcome.THERE
 
@@ -64,7 +64,7 @@ def delete_the_slab(slab: Path) -> None:
 def test_no_second_owner_is_let_in_whatever_is_deleted_or_moved(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         slots = here.put(1)
         change(here.options.path)
         assert "is in use by" in refused(here.options.path)
@@ -77,7 +77,7 @@ def test_a_folder_that_was_emptied_under_its_owner_is_made_anew_at_the_next_star
     tmp_path: Path, compacts: bool
 ) -> None:
     """The owner writes some of its files again: when it compacts its journal, and when it ends."""
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         here.put(1)
         delete_the_slab(here.options.path)
         if compacts:
@@ -91,7 +91,7 @@ def test_a_folder_that_was_emptied_under_its_owner_is_made_anew_at_the_next_star
 
 
 def test_owner_is_named_and_told_to_who_only_looks(tmp_path: Path) -> None:
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         assert f"process {os.getpid()} (" in refused(here.options.path)
         assert f"process {os.getpid()} (" in str(owner_of(here.options.path))
         (here.options.path / "flock").unlink()
@@ -105,7 +105,7 @@ def test_owner_is_named_and_told_to_who_only_looks(tmp_path: Path) -> None:
 def test_owner_that_holds_only_the_file_flock_is_respected(tmp_path: Path) -> None:
     import fcntl
 
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         here.tier.close()
         with (here.options.path / "flock").open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -118,10 +118,10 @@ def test_owner_that_holds_only_the_file_flock_is_respected(tmp_path: Path) -> No
 
 
 def test_a_copy_is_a_slab_of_its_own(tmp_path: Path) -> None:
-    with world(tmp_path / "one", 8) as here:
+    with harness(tmp_path / "one", 8) as here:
         here.put(1)
         shutil.copytree(tmp_path / "one", tmp_path / "two")
-        with world(tmp_path / "two", 8) as copy:
+        with harness(tmp_path / "two", 8) as copy:
             assert copy.get(1) == [OK]
 
 
@@ -138,7 +138,7 @@ def test_a_directory_that_every_user_may_write_to_is_refused(tmp_path: Path, mod
     assert "every user may write" in message
     assert "chmod o-w" in message
     assert list(path.iterdir()) == []
-    with world(path, 8) as here:  # a directory below it is made for this user
+    with harness(path, 8) as here:  # a directory below it is made for this user
         here.put(1)
 
 
@@ -147,7 +147,7 @@ def test_a_directory_of_a_group_is_taken(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "slab"
     path.mkdir()
     path.chmod(mode)
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         here.put(1)
     assert path.stat().st_mode & 0o7777 == mode
 

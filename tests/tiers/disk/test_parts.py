@@ -17,7 +17,7 @@ from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.blocks import on_all
 from kvtier.tiers.disk.format.superblock import HALF_BYTES
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, World, key, world
+from tests.tiers.disk.harness import ALIGNED, SLOT_BYTES, SMALL, Arena, Harness, harness, key
 
 OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
 
@@ -36,7 +36,7 @@ class OneFaulty(DiskSystem):
         return super().open_engine(*args)
 
 
-def damage(here: World, part: int, slot: int) -> None:
+def damage(here: Harness, part: int, slot: int) -> None:
     with (here.tier.parts[part].options.path / "data.slab").open("r+b") as file:
         file.seek(slot * SLOT_BYTES + 10)
         byte = file.read(1)
@@ -47,7 +47,7 @@ def damage(here: World, part: int, slot: int) -> None:
 @pytest.mark.parametrize("num_parts", [1, 2, 4])
 @pytest.mark.parametrize("group", [SMALL, ALIGNED], ids=["bounced", "direct"])
 def test_blocks_come_back_whole(tmp_path: Path, num_parts: int, group: object) -> None:
-    with world(tmp_path, 16, num_parts, group=group) as here:
+    with harness(tmp_path, 16, num_parts, group=group) as here:
         slots = here.put(*range(10))
         assert here.load([key(n) for n in range(10)], slots) == [OK] * 10
         here.reopen()
@@ -56,7 +56,7 @@ def test_blocks_come_back_whole(tmp_path: Path, num_parts: int, group: object) -
 
 
 def test_each_slab_has_its_own_share_of_every_block(tmp_path: Path) -> None:
-    with world(tmp_path, 16, 2) as here:
+    with harness(tmp_path, 16, 2) as here:
         here.put(1)
         superblocks = [part.slab.superblock for part in here.tier.parts]
         assert [(superblock.rank, superblock.num_ranks) for superblock in superblocks] == [
@@ -71,7 +71,7 @@ def test_each_slab_has_its_own_share_of_every_block(tmp_path: Path) -> None:
 
 def test_a_block_with_a_part_missing_is_not_there(tmp_path: Path) -> None:
     """The end of one journal is lost: the block is not found, and its slot is free."""
-    with world(tmp_path, 16, 2) as here:
+    with harness(tmp_path, 16, 2) as here:
         here.put(1)
         here.put(2)
         here.crash()
@@ -89,7 +89,7 @@ def test_a_block_with_a_part_missing_is_not_there(tmp_path: Path) -> None:
 
 def test_halves_of_two_writes_under_one_key_are_no_block(tmp_path: Path) -> None:
     """One disk has lost the second write of slot 0, which had the same key."""
-    with world(tmp_path, 1, 2) as here:
+    with harness(tmp_path, 1, 2) as here:
         here.tier.free(here.put(1))
         journal = here.options.more_paths[0] / "journal"
         kept = journal.stat().st_size
@@ -104,7 +104,7 @@ def test_halves_of_two_writes_under_one_key_are_no_block(tmp_path: Path) -> None
 
 def test_numbers_of_writes_that_were_lost_are_not_given_out_again(tmp_path: Path) -> None:
     """Otherwise one number could stand for two writes: a lost one and a new one."""
-    with world(tmp_path, 4, 2) as here:
+    with harness(tmp_path, 4, 2) as here:
         here.put(1, 2)
         last = [int(part.slab.table["seq"].max()) for part in here.tier.parts]
         here.crash()
@@ -118,7 +118,7 @@ def test_numbers_of_writes_that_were_lost_are_not_given_out_again(tmp_path: Path
 
 def test_what_can_not_be_dropped_is_not_found_either(tmp_path: Path) -> None:
     """A half of a block is found while the journal is full: it stays on disk, unused."""
-    with world(tmp_path, 1, 2) as here:
+    with harness(tmp_path, 1, 2) as here:
         here.put(1)
         here.crash()
         journal = here.options.more_paths[0] / "journal"
@@ -141,7 +141,7 @@ class FullJournal(DiskSystem):
 
 @pytest.mark.parametrize("part", [0, 1])
 def test_damage_in_one_part_loses_the_block(tmp_path: Path, part: int) -> None:
-    with world(tmp_path, 16, 2) as here:
+    with harness(tmp_path, 16, 2) as here:
         slots = here.put(1, 2)
         damage(here, part, slots[0])
         assert here.load([key(1), key(2)], slots) == [CORRUPT, OK]
@@ -153,7 +153,7 @@ def test_damage_in_one_part_loses_the_block(tmp_path: Path, part: int) -> None:
 
 @pytest.mark.parametrize("part", [0, 1])
 def test_scrub_sees_damage_in_every_part(tmp_path: Path, part: int) -> None:
-    with world(tmp_path, 16, 2) as here:
+    with harness(tmp_path, 16, 2) as here:
         slots = here.put(1, 2)
         here.reopen()
         damage(here, part, slots[1])
@@ -166,7 +166,7 @@ def test_scrub_sees_damage_in_every_part(tmp_path: Path, part: int) -> None:
 
 def test_a_store_that_fails_on_one_disk_leaves_nothing_on_the_others(tmp_path: Path) -> None:
     system = OneFaulty()
-    with world(tmp_path, 16, 2, system=system) as here:
+    with harness(tmp_path, 16, 2, system=system) as here:
         slots = here.tier.allocate(3)
         system.faults.fail("write", nth=2)
         assert here.store([key(n) for n in (1, 2, 3)], slots) == [True, False, True]
@@ -179,7 +179,7 @@ def test_a_store_that_fails_on_one_disk_leaves_nothing_on_the_others(tmp_path: P
 
 def test_a_read_that_fails_on_one_disk_fails(tmp_path: Path) -> None:
     system = OneFaulty()
-    with world(tmp_path, 16, 2, system=system) as here:
+    with harness(tmp_path, 16, 2, system=system) as here:
         slots = here.put(1, 2)
         system.faults.fail("read", nth=1)
         assert here.load([key(1), key(2)], slots) == [FAILED, OK]
@@ -187,7 +187,7 @@ def test_a_read_that_fails_on_one_disk_fails(tmp_path: Path) -> None:
 
 def test_a_slot_that_is_bad_in_one_part_is_not_given_out_after_a_restart(tmp_path: Path) -> None:
     system = OneFaulty()
-    with world(tmp_path, 4, 2, system=system) as here:
+    with harness(tmp_path, 4, 2, system=system) as here:
         slots = here.tier.allocate(4)
         system.faults.fail("write", nth=3)
         assert here.store([key(n) for n in range(4)], slots) == [True, True, False, True]
@@ -200,7 +200,7 @@ def test_a_slot_that_is_bad_in_one_part_is_not_given_out_after_a_restart(tmp_pat
 
 def test_one_disk_that_fails_again_and_again_stops_the_reads_of_all(tmp_path: Path) -> None:
     system = OneFaulty()
-    with world(tmp_path, 16, 2, system=system, errors_until_off=2) as here:
+    with harness(tmp_path, 16, 2, system=system, errors_until_off=2) as here:
         slots = here.put(1, 2)
         system.faults.fail("read", nth=1, count=2)
         assert here.load([key(1), key(2)], slots) == [FAILED, FAILED]
@@ -242,10 +242,10 @@ def test_a_block_that_can_not_be_cut_is_refused(tmp_path: Path) -> None:
 def test_disks_are_given_back_when_another_can_not_be_opened(tmp_path: Path) -> None:
     (tmp_path / "slab 1").touch()
     for message in ("slab 1 can't be created", "slab 1 can't be created"):  # not: is in use
-        with pytest.raises(ConfigError, match=message), world(tmp_path, 16, 2):
+        with pytest.raises(ConfigError, match=message), harness(tmp_path, 16, 2):
             pass
     (tmp_path / "slab 1").unlink()
-    with world(tmp_path, 16, 2) as here:
+    with harness(tmp_path, 16, 2) as here:
         here.put(1)
 
 

@@ -11,13 +11,13 @@ import pytest
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk.health import DiskHealth
 from tests.tiers.disk.faulty_disk import FaultyDisk
+from tests.tiers.disk.harness import Clock, Harness, harness, key
 from tests.tiers.disk.test_faults import all_slots_accounted_for
-from tests.tiers.disk.world import Clock, World, key, world
 
 OK, FAILED = Outcome.THERE, Outcome.FAILED
 
 
-def told(here: World) -> tuple[str, str]:
+def told(here: Harness) -> tuple[str, str]:
     line = next(line for line in here.tier.findings() if line.topic == "disk tier")
     return line.found, line.note
 
@@ -30,7 +30,7 @@ def test_errors_in_a_row_stop_what_fails_and_nothing_else(
     tmp_path: Path, operation: str, code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     system = FaultyDisk()
-    with world(tmp_path, 24, system=system, errors_until_off=4) as here:
+    with harness(tmp_path, 24, system=system, errors_until_off=4) as here:
         kept = here.put(*range(8))
         slots = here.tier.allocate(8)
         assert slots is not None
@@ -74,7 +74,7 @@ def test_errors_in_a_row_stop_what_fails_and_nothing_else(
 def test_a_disk_that_hangs_is_waited_for_a_few_times(tmp_path: Path, operation: str) -> None:
     """Each of its batches takes until the deadline; one of many blocks waits once."""
     system = FaultyDisk()
-    with world(tmp_path, 24, system=system, errors_until_off=1000) as here:
+    with harness(tmp_path, 24, system=system, errors_until_off=1000) as here:
         kept = here.put(*range(8))
         slots = here.tier.allocate(8)
         assert slots is not None
@@ -129,7 +129,7 @@ def test_call_has_succeeded_when_the_last_of_its_kinds_has() -> None:
 
 def test_errors_that_are_not_in_a_row_do_not_stop_reads(tmp_path: Path) -> None:
     system = FaultyDisk()
-    with world(tmp_path, system=system, errors_until_off=2) as here:
+    with harness(tmp_path, system=system, errors_until_off=2) as here:
         slots = here.put(*range(10))
         for number in range(0, 10, 2):
             system.fail("read")
@@ -140,7 +140,7 @@ def test_errors_that_are_not_in_a_row_do_not_stop_reads(tmp_path: Path) -> None:
 
 def test_reads_do_not_hide_that_nothing_can_be_written(tmp_path: Path) -> None:
     system = FaultyDisk()
-    with world(tmp_path, system=system, errors_until_off=3) as here:
+    with harness(tmp_path, system=system, errors_until_off=3) as here:
         slots = here.put(1)
         system.fail("write", 1, errno.ENOSPC, count=3)
         more = here.tier.allocate(1)

@@ -16,7 +16,7 @@ from kvtier.tiers.disk import DiskBlocks, DiskOptions
 from kvtier.tiers.disk.inspect.check import check_slab
 from kvtier.tiers.disk.inspect.report import report_slab
 from kvtier.tools.cli import app
-from tests.tiers.disk.world import SLOT_BYTES, SMALL, Arena, world
+from tests.tiers.disk.harness import SLOT_BYTES, SMALL, Arena, harness
 
 
 def told(command: str, slab: Path) -> str:
@@ -31,7 +31,7 @@ def told(command: str, slab: Path) -> str:
 @pytest.fixture
 def slab(tmp_path: Path) -> Path:
     """Return a closed slab with four blocks."""
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         here.put(*range(4))
     return tmp_path / "slab"
 

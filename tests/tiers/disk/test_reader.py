@@ -15,7 +15,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.types import BlockName
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskReader, DiskTier
-from tests.tiers.disk.world import ALIGNED, NAMESPACE, SLOT_BYTES, UNTOUCHED, Arena, block, key
+from tests.tiers.disk.harness import ALIGNED, NAMESPACE, SLOT_BYTES, UNTOUCHED, Arena, block, key
 
 THERE, ABSENT, DAMAGED = Outcome.THERE, Outcome.ABSENT, Outcome.DAMAGED
 NUM_BYTES = ALIGNED.bytes_per_block

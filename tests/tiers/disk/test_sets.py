@@ -18,8 +18,8 @@ from kvtier.tiers.disk.format.superblock import Superblock, decode_both
 from kvtier.tiers.disk.inspect.check import check_slab
 from tests.kit.effort import EFFORT
 from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
+from tests.tiers.disk.harness import SMALL, Arena, Harness, harness
 from tests.tiers.disk.test_crash import churn, claim_all
-from tests.tiers.disk.world import SMALL, Arena, World, world
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 
@@ -62,7 +62,7 @@ def superblock(folder: Path) -> Superblock:
 def test_a_disk_that_is_not_mounted_is_named_and_the_others_keep_their_blocks(
     tmp_path: Path, part: int, is_there: bool
 ) -> None:
-    with world(tmp_path, 16, 2) as here:
+    with harness(tmp_path, 16, 2) as here:
         here.put(*range(6))
         here.tier.close()
         path = (here.options.path, *here.options.more_paths)[part]
@@ -80,7 +80,7 @@ def test_a_disk_that_is_not_mounted_is_named_and_the_others_keep_their_blocks(
 
 
 def test_to_start_empty_all_directories_are_deleted(tmp_path: Path) -> None:
-    with world(tmp_path, 16, 2) as here:
+    with harness(tmp_path, 16, 2) as here:
         here.put(1)
         here.tier.close()
         for path in (here.options.path, *here.options.more_paths):
@@ -91,7 +91,7 @@ def test_to_start_empty_all_directories_are_deleted(tmp_path: Path) -> None:
 
 
 def test_a_slab_of_another_set_is_refused_with_both_named(tmp_path: Path) -> None:
-    with world(tmp_path / "one", 16, 2) as one, world(tmp_path / "two", 16, 2) as two:
+    with harness(tmp_path / "one", 16, 2) as one, harness(tmp_path / "two", 16, 2) as two:
         one.put(1, 2)
         two.put(3, 2)
     snapshot(tmp_path / "two" / "slab 1", tmp_path / "one" / "slab 1")
@@ -104,11 +104,11 @@ def test_a_slab_of_another_set_is_refused_with_both_named(tmp_path: Path) -> Non
 # -- left behind -----------------------------------------------------------------------------------
 
 
-def closed(here: World) -> None:
+def closed(here: Harness) -> None:
     here.tier.close()
 
 
-def crashed(here: World) -> None:
+def crashed(here: Harness) -> None:
     here.crash()
 
 
@@ -116,10 +116,10 @@ def crashed(here: World) -> None:
 @pytest.mark.parametrize("before", [closed, crashed])
 @pytest.mark.parametrize("after", [closed, crashed])
 def test_a_disk_that_was_restored_is_refused(
-    tmp_path: Path, part: int, before: Callable[[World], None], after: Callable[[World], None]
+    tmp_path: Path, part: int, before: Callable[[Harness], None], after: Callable[[Harness], None]
 ) -> None:
     """Otherwise halves of two writes could be in one slot under one key."""
-    with world(tmp_path, 1, 2) as here:
+    with harness(tmp_path, 1, 2) as here:
         here.tier.free(here.put(1))
         before(here)
         path = (here.options.path, *here.options.more_paths)[part]
@@ -140,7 +140,7 @@ def test_a_disk_that_was_restored_is_refused(
 
 
 def test_a_disk_that_was_restored_from_a_running_owner_is_refused(tmp_path: Path) -> None:
-    with world(tmp_path, 8, 2) as here:
+    with harness(tmp_path, 8, 2) as here:
         here.put(1)
         path = here.options.more_paths[0]
         snapshot(path, tmp_path / "old")
@@ -152,11 +152,11 @@ def test_a_disk_that_was_restored_from_a_running_owner_is_refused(tmp_path: Path
 
 def test_copies_of_a_set_that_went_different_ways_are_not_mixed(tmp_path: Path) -> None:
     """Both copies were opened and closed as often, and wrote the same key to the same slot."""
-    with world(tmp_path / "one", 1, 2) as here:
+    with harness(tmp_path / "one", 1, 2) as here:
         here.tier.free(here.put(1))
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     for name in ("one", "two"):
-        with world(tmp_path / name, 1, 2) as here:
+        with harness(tmp_path / name, 1, 2) as here:
             here.put(1)
     snapshot(tmp_path / "two" / "slab 1", tmp_path / "one" / "slab 1")
     options = DiskOptions(
@@ -166,7 +166,7 @@ def test_copies_of_a_set_that_went_different_ways_are_not_mixed(tmp_path: Path) 
 
 
 def test_a_whole_set_that_was_restored_is_as_it_was(tmp_path: Path) -> None:
-    with world(tmp_path / "set", 8, 2) as here:
+    with harness(tmp_path / "set", 8, 2) as here:
         here.put(1)
         here.tier.close()
         snapshot(tmp_path / "set", tmp_path / "old")
@@ -179,7 +179,7 @@ def test_a_whole_set_that_was_restored_is_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_repair_of_one_part_does_not_part_it_from_its_set(tmp_path: Path) -> None:
-    with world(tmp_path, 8, 2) as here:
+    with harness(tmp_path, 8, 2) as here:
         here.put(1, 2)
         here.tier.close()
         for path in (here.options.path, *here.options.more_paths):
@@ -209,14 +209,14 @@ def test_a_crash_at_any_step_is_never_taken_for_a_disk_that_was_restored(
         second = CrashingDisk(at % 37 + 1)
         with pytest.raises(Crash):
             _reopen_for_ever(folder, second, num_parts)
-        with world(folder, 8, num_parts) as here:
+        with harness(folder, 8, num_parts) as here:
             claim_all(here, known)
         shutil.rmtree(folder)
     assert at > 60, "the life was too short to be interesting"
 
 
 def _reopen_for_ever(folder: Path, system: DiskSystem, num_parts: int) -> None:
-    with world(folder, 8, num_parts, system=system) as here:
+    with harness(folder, 8, num_parts, system=system) as here:
         try:
             while True:
                 here.reopen()
@@ -228,7 +228,7 @@ def _reopen_for_ever(folder: Path, system: DiskSystem, num_parts: int) -> None:
 def _live(folder: Path, system: DiskSystem, num_parts: int, known: dict[int, Slot]) -> bool:
     here = None
     try:
-        with world(folder, 8, num_parts, system=system) as here:
+        with harness(folder, 8, num_parts, system=system) as here:
             for part in here.tier.parts:
                 part.slab.compact_floor = 4
             try:
@@ -249,14 +249,14 @@ def _live(folder: Path, system: DiskSystem, num_parts: int, known: dict[int, Slo
 
 def test_a_set_of_which_only_some_slabs_were_made_is_made_to_the_end(tmp_path: Path) -> None:
     system = CrashingDisk(10**9)
-    with world(tmp_path, 8, system=system):
+    with harness(tmp_path, 8, system=system):
         steps_of_one = 10**9 - system.left
     shutil.rmtree(tmp_path / "slab")
-    with pytest.raises(Crash), world(tmp_path, 8, 2, system=CrashingDisk(steps_of_one)):
+    with pytest.raises(Crash), harness(tmp_path, 8, 2, system=CrashingDisk(steps_of_one)):
         pass
     made = [path.name for path in tmp_path.glob("*/superblock")]
     assert len(made) == 1
-    with world(tmp_path, 8, 2) as here:
+    with harness(tmp_path, 8, 2) as here:
         here.put(1)
         here.reopen()
         assert here.get(1) == [OK]
@@ -265,7 +265,7 @@ def test_a_set_of_which_only_some_slabs_were_made_is_made_to_the_end(tmp_path: P
 
 
 def test_one_damaged_superblock_does_not_part_a_slab_from_its_set(tmp_path: Path) -> None:
-    with world(tmp_path, 8, 2) as here:
+    with harness(tmp_path, 8, 2) as here:
         here.put(1)
         here.tier.close()
         path = here.options.more_paths[0] / "superblock"
@@ -280,7 +280,7 @@ def test_one_damaged_superblock_does_not_part_a_slab_from_its_set(tmp_path: Path
 
 
 def test_every_opening_and_closing_is_two_steps_of_a_set(tmp_path: Path) -> None:
-    with world(tmp_path, 8, 2) as here:
+    with harness(tmp_path, 8, 2) as here:
         paths = (here.options.path, *here.options.more_paths)
         steps = [[superblock(path).member.step for path in paths]]
         here.tier.close()

@@ -18,7 +18,7 @@ from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskSystem
 from kvtier.tiers.disk.inspect.check import check_slab
 from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
-from tests.tiers.disk.world import NAMESPACE, World, world
+from tests.tiers.disk.harness import NAMESPACE, Harness, harness
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 CASES = [("closed", 1), ("killed", 1), ("two parts", 2)]
@@ -31,7 +31,7 @@ def stored(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def everything_is_there(here: World) -> None:
+def everything_is_there(here: Harness) -> None:
     assert here.tier.slots.num_unclaimed == 6
     assert here.get(*range(6), 6, 100) == [OK] * 6 + [CORRUPT] * 2
     here.tier.check_invariants()
@@ -41,7 +41,7 @@ def everything_is_there(here: World) -> None:
 def test_blocks_of_an_earlier_kvtier_are_found_and_right(
     stored: Path, case: str, num_parts: int
 ) -> None:
-    with world(stored / case, 8, num_parts) as here:
+    with harness(stored / case, 8, num_parts) as here:
         everything_is_there(here)
         assert NAMESPACE in here.tier.parts[0].slab._log._names
         here.put(7)
@@ -59,14 +59,14 @@ def test_a_crash_at_any_step_of_the_next_opening_loses_nothing(
         folder = stored / f"{case} {at}"
         shutil.copytree(stored / case, folder)
         is_open = not _crashes(folder, num_parts, CrashingDisk(at))
-        with world(folder, 8, num_parts) as here:
+        with harness(folder, 8, num_parts) as here:
             everything_is_there(here)
     assert at >= 4
 
 
 def _crashes(folder: Path, num_parts: int, system: DiskSystem) -> bool:
     try:
-        with world(folder, 8, num_parts, system=system) as here:
+        with harness(folder, 8, num_parts, system=system) as here:
             here.crash()
     except Crash:
         return True
@@ -78,29 +78,29 @@ def test_a_disk_that_is_missing_is_noticed_in_stored_sets_too(stored: Path) -> N
     path.rename(stored / "elsewhere")
     with (
         pytest.raises(ConfigError, match="mount the missing disk"),
-        world(stored / "two parts", 8, 2),
+        harness(stored / "two parts", 8, 2),
     ):
         pass
     (stored / "elsewhere").rename(path)
-    with world(stored / "two parts", 8, 2) as here:
+    with harness(stored / "two parts", 8, 2) as here:
         everything_is_there(here)
 
 
 def test_a_stored_set_can_be_repaired_first(stored: Path) -> None:
     for path in sorted((stored / "two parts").iterdir()):
         assert check_slab(path, repair=True).is_right
-    with world(stored / "two parts", 8, 2) as here:
+    with harness(stored / "two parts", 8, 2) as here:
         everything_is_there(here)
 
 
 def test_one_part_is_not_used_with_one_of_a_set_that_went_on(stored: Path) -> None:
     shutil.copytree(stored / "two parts" / "slab 1", stored / "kept")
-    with world(stored / "two parts", 8, 2) as here:
+    with harness(stored / "two parts", 8, 2) as here:
         here.put(7)
     shutil.rmtree(stored / "two parts" / "slab 1")
     shutil.copytree(stored / "kept", stored / "two parts" / "slab 1")
     with (
         pytest.raises(ConfigError, match="at another step of its set"),
-        world(stored / "two parts", 8, 2),
+        harness(stored / "two parts", 8, 2),
     ):
         pass

@@ -12,15 +12,15 @@ import pytest
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import BlockKey, Slot
 from kvtier.layout import KVGroup
-from kvtier.testing import RoomSuite
+from kvtier.testing import AllocatorSuite
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, Verify
-from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, Clock, World, key, world
+from tests.tiers.disk.harness import ALIGNED, SLOT_BYTES, SMALL, Arena, Clock, Harness, harness, key
 
 OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
 
 
-class TestDiskBlocks(RoomSuite):
+class TestDiskBlocks(AllocatorSuite):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
         self.path = tmp_path
@@ -37,7 +37,7 @@ def test_blocks_come_back_as_they_were(
     tmp_path: Path, group: KVGroup, shift: int, bounce_bytes: int
 ) -> None:
     arena = Arena(shift=shift)
-    with world(tmp_path, 40, group=group, arena=arena, bounce_bytes=bounce_bytes) as here:
+    with harness(tmp_path, 40, group=group, arena=arena, bounce_bytes=bounce_bytes) as here:
         slots = here.put(*range(25))
         keys = [key(number) for number in range(25)]
         assert here.load(keys, slots) == [OK] * 25
@@ -50,7 +50,7 @@ def test_blocks_come_back_as_they_were(
 def test_files_are_for_this_user_only(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        with world(tmp_path) as here:
+        with harness(tmp_path) as here:
             here.put(1)
             assert stat.S_IMODE(here.options.path.stat().st_mode) == 0o700
             modes = {
@@ -63,7 +63,7 @@ def test_files_are_for_this_user_only(tmp_path: Path) -> None:
 
 
 def test_capacity_is_reserved_when_the_slab_is_opened(tmp_path: Path) -> None:
-    with world(tmp_path, 32) as here:
+    with harness(tmp_path, 32) as here:
         data = (here.options.path / "data.slab").stat()
         assert data.st_size == 32 * SLOT_BYTES
         assert data.st_blocks * 512 >= 32 * SLOT_BYTES
@@ -89,7 +89,7 @@ def test_bad_options_name_field_and_value(tmp_path: Path, field: str, value: obj
 
 @pytest.mark.parametrize("slot", [-1, 8, 2**40])
 def test_slot_that_the_tier_does_not_have_is_refused(tmp_path: Path, slot: int) -> None:
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         here.put(*range(8))
         wrong = [Slot(slot)]
         for work in (
@@ -107,27 +107,27 @@ def test_slot_that_the_tier_does_not_have_is_refused(tmp_path: Path, slot: int) 
 
 
 def test_another_blocks_slot_is_a_miss_and_keeps_its_block(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         first, second = here.put(1, 2)
         assert here.load([key(1), key(1)], [first, second]) == [OK, CORRUPT]
         assert here.load([key(2)], [second]) == [OK]
 
 
 def test_slot_without_a_block_is_a_miss(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         slots = here.tier.allocate(1)
         assert slots is not None
         assert here.load([key(1)], slots) == [CORRUPT]
 
 
 def test_zero_key_is_not_found_in_an_empty_slot(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         slots = here.tier.allocate(1)
         assert slots is not None
         assert here.tier.load([BlockKey(bytes(32))], slots, here.pieces(1)) == [CORRUPT]
 
 
-def spoil(here: World, slot: int) -> None:
+def spoil(here: Harness, slot: int) -> None:
     with (here.options.path / "data.slab").open("r+b") as file:
         file.seek(slot * SLOT_BYTES + 5)
         byte = file.read(1)
@@ -139,7 +139,7 @@ def spoil(here: World, slot: int) -> None:
 def test_after_a_crash_every_block_is_verified_at_least_once(
     tmp_path: Path, verify: Verify
 ) -> None:
-    with world(tmp_path, verify=verify) as here:
+    with harness(tmp_path, verify=verify) as here:
         slots = here.put(*range(8))
         here.crash()
         spoil(here, slots[3])
@@ -148,7 +148,7 @@ def test_after_a_crash_every_block_is_verified_at_least_once(
 
 
 def test_sampled_verification_looks_at_one_in_so_many(tmp_path: Path) -> None:
-    with world(tmp_path, verify="sampled", sample_every=4) as here:
+    with harness(tmp_path, verify="sampled", sample_every=4) as here:
         slots = here.put(*range(8))
         for slot in slots:
             spoil(here, slot)
@@ -157,7 +157,7 @@ def test_sampled_verification_looks_at_one_in_so_many(tmp_path: Path) -> None:
 
 
 def test_damaged_block_is_a_miss_and_its_slot_can_be_used_again(tmp_path: Path) -> None:
-    with world(tmp_path, 4) as here:
+    with harness(tmp_path, 4) as here:
         slots = here.put(1, 2, 3, 4)
         spoil(here, slots[1])
         keys = [key(number) for number in (1, 2, 3, 4)]
@@ -172,7 +172,7 @@ def test_damaged_block_is_a_miss_and_its_slot_can_be_used_again(tmp_path: Path) 
 
 
 def test_claim_takes_the_longest_leading_run_once(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         slots = here.put(0, 1, 2, 3)
         assert here.tier.slots.num_unclaimed == 0
         here.reopen()
@@ -188,7 +188,7 @@ def test_claim_takes_the_longest_leading_run_once(tmp_path: Path) -> None:
 
 
 def test_claimed_key_twice_in_one_call_is_one_block(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         slots = here.put(1)
         here.reopen()
         assert here.claim([key(1), key(1)]) == slots
@@ -196,7 +196,7 @@ def test_claimed_key_twice_in_one_call_is_one_block(tmp_path: Path) -> None:
 
 def test_unclaimed_blocks_make_room_oldest_first_deepest_first(tmp_path: Path) -> None:
     clock = Clock()
-    with world(tmp_path, 6, clock=clock) as here:
+    with harness(tmp_path, 6, clock=clock) as here:
         old = here.put(0, 1, 2)
         clock.now += 3600
         young = here.put(3, 4, 5)
@@ -212,7 +212,7 @@ def test_unclaimed_blocks_make_room_oldest_first_deepest_first(tmp_path: Path) -
 
 
 def test_free_slots_go_before_unclaimed_blocks(tmp_path: Path) -> None:
-    with world(tmp_path, 6) as here:
+    with harness(tmp_path, 6) as here:
         slots = here.put(0, 1, 2)
         here.reopen()
         fresh = here.tier.allocate(3)
@@ -228,7 +228,7 @@ def test_free_slots_go_before_unclaimed_blocks(tmp_path: Path) -> None:
 
 
 def test_freed_and_not_overwritten_block_is_found_after_a_restart(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         slots = here.put(1, 2)
         here.tier.free(slots)
         here.reopen()
@@ -236,7 +236,7 @@ def test_freed_and_not_overwritten_block_is_found_after_a_restart(tmp_path: Path
 
 
 def test_forgotten_block_is_not_found_after_a_restart(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         slots = here.put(1, 2)
         here.tier.forget(slots[:1])
         here.tier.free(slots)
@@ -246,7 +246,7 @@ def test_forgotten_block_is_not_found_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_overwritten_block_is_not_found_after_a_restart(tmp_path: Path) -> None:
-    with world(tmp_path, 1) as here:
+    with harness(tmp_path, 1) as here:
         here.tier.free(here.put(1))
         here.put(2)
         here.crash()
@@ -255,7 +255,7 @@ def test_overwritten_block_is_not_found_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_of_two_slots_with_one_key_the_later_one_counts(tmp_path: Path) -> None:
-    with world(tmp_path, 4) as here:
+    with harness(tmp_path, 4) as here:
         first = here.put(1)
         second = here.put(1)
         here.tier.free(first)
@@ -271,7 +271,7 @@ def test_of_two_slots_with_one_key_the_later_one_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slots_after", [3, 40])
 def test_slab_grows_and_shrinks_with_its_capacity(tmp_path: Path, slots_after: int) -> None:
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         slots = here.put(*range(8))
         here.reopen(capacity_bytes=slots_after * SLOT_BYTES)
         assert here.tier.num_slots == here.tier.num_free == slots_after
@@ -285,7 +285,7 @@ def test_slab_grows_and_shrinks_with_its_capacity(tmp_path: Path, slots_after: i
 
 def test_used_slab_keeps_its_namespaces_and_journal_short(tmp_path: Path) -> None:
     """After any number of writes, the journal has about as many records as there are slots."""
-    with world(tmp_path, 8) as here:
+    with harness(tmp_path, 8) as here:
         here.tier.parts[0].slab.compact_floor = 32
         rng = random.Random(3)
         in_use: dict[int, Slot] = {}
@@ -306,7 +306,7 @@ def test_used_slab_keeps_its_namespaces_and_journal_short(tmp_path: Path) -> Non
 
 
 def test_scrub_finds_damage_round_robin(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         slots = here.put(*range(6))
         spoil(here, slots[4])
         reports = [here.tier.scrub(2 * SLOT_BYTES) for _ in range(4)]
@@ -317,7 +317,7 @@ def test_scrub_finds_damage_round_robin(tmp_path: Path) -> None:
 
 
 def test_scrub_frees_damaged_blocks_that_nobody_claimed(tmp_path: Path) -> None:
-    with world(tmp_path, 4) as here:
+    with harness(tmp_path, 4) as here:
         slots = here.put(0, 1, 2)
         here.reopen()
         spoil(here, slots[1])
@@ -329,7 +329,7 @@ def test_scrub_frees_damaged_blocks_that_nobody_claimed(tmp_path: Path) -> None:
 
 
 def test_scrub_of_an_empty_slab_is_nothing(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+    with harness(tmp_path) as here:
         assert here.tier.scrub(1 << 20).num_checked == 0
 
 

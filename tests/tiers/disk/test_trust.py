@@ -19,7 +19,7 @@ from kvtier.tiers.disk.format.superblock import Membership, Superblock
 from kvtier.tiers.disk.inspect.check import check_slab
 from kvtier.tiers.disk.recovery.trust import decode, encode, num_bytes_of
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.world import SLOT_BYTES, World, key, world
+from tests.tiers.disk.harness import SLOT_BYTES, Harness, harness, key
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_BLOCKS = 30
@@ -38,7 +38,7 @@ def zero(folder: Path, slots: range, keep_time: bool) -> None:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def num_trusted(here: World) -> int:
+def num_trusted(here: Harness) -> int:
     return int(here.tier.parts[0].slab.look_up(np.arange(here.tier.num_slots))[1].sum())
 
 
@@ -47,7 +47,7 @@ def num_trusted(here: World) -> int:
 def test_blocks_that_a_crash_lost_are_never_given_out_however_often_it_was_closed_since(
     tmp_path: Path, verify: str, num_closes: int
 ) -> None:
-    with world(tmp_path, NUM_BLOCKS, verify=verify, sample_every=1000) as here:
+    with harness(tmp_path, NUM_BLOCKS, verify=verify, sample_every=1000) as here:
         here.put(*range(NUM_BLOCKS))
         here.crash()
         zero(here.options.path, range(NUM_BLOCKS), keep_time=True)
@@ -60,7 +60,7 @@ def test_blocks_that_a_crash_lost_are_never_given_out_however_often_it_was_close
 @LAZY
 def test_what_was_verified_once_is_believed_by_the_next_owners(tmp_path: Path, verify: str) -> None:
     """This is a control, too: these tests would notice a block that is trusted wrongly."""
-    with world(tmp_path, NUM_BLOCKS, verify=verify, sample_every=1000) as here:
+    with harness(tmp_path, NUM_BLOCKS, verify=verify, sample_every=1000) as here:
         here.put(*range(NUM_BLOCKS))
         here.crash()
         here.open()
@@ -81,7 +81,7 @@ def test_what_was_verified_once_is_believed_by_the_next_owners(tmp_path: Path, v
 def test_what_was_written_since_the_last_start_is_believed_after_a_clean_close(
     tmp_path: Path, verify: str
 ) -> None:
-    with world(tmp_path, 8, verify=verify) as here:
+    with harness(tmp_path, 8, verify=verify) as here:
         here.put(1, 2)
         here.crash()
         here.open()
@@ -142,7 +142,7 @@ def test_nothing_is_believed_once_somebody_else_has_changed_the_slab(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     """The change may come soon after the close, within one tick of the file system's clock."""
-    with world(tmp_path, 8, verify="off") as here:
+    with harness(tmp_path, 8, verify="off") as here:
         here.put(*range(8))
         here.tier.close()
         here.open()
@@ -159,7 +159,7 @@ def test_journal_that_was_exchanged_for_another_of_the_same_size_is_not_believed
     tmp_path: Path, verify: str
 ) -> None:
     """The journal of one life of a slab does not fit the data of another one that began alike."""
-    with world(tmp_path, 8, verify=verify, sample_every=1000) as here:
+    with harness(tmp_path, 8, verify=verify, sample_every=1000) as here:
         folder, before = here.options.path, tmp_path / "before"
         here.put(*range(4))
         here.tier.close()
@@ -185,7 +185,7 @@ def test_journal_that_was_exchanged_for_another_of_the_same_size_is_not_believed
 
 def test_trust_outlives_a_compaction(tmp_path: Path) -> None:
     """Slots that hold nothing have a record before it, and none after."""
-    with world(tmp_path, 8, verify="off") as here:
+    with harness(tmp_path, 8, verify="off") as here:
         slots = here.put(*range(6))
         here.tier.forget(slots[:2])
         here.tier.parts[0].slab.compact()
@@ -200,7 +200,7 @@ def test_trust_outlives_a_compaction(tmp_path: Path) -> None:
 
 
 def test_a_link_in_place_of_the_trust_is_not_followed(tmp_path: Path) -> None:
-    with world(tmp_path, 8, verify="off") as here:
+    with harness(tmp_path, 8, verify="off") as here:
         here.put(1)
         here.tier.close()
         link_trust(here.options.path)
@@ -212,7 +212,7 @@ def test_a_link_in_place_of_the_trust_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_the_trust_of_another_close_is_not_used(tmp_path: Path) -> None:
-    with world(tmp_path, 8, verify="off") as here:
+    with harness(tmp_path, 8, verify="off") as here:
         here.put(1, 2)
         here.tier.close()
         shutil.copy(here.options.path / "trust", tmp_path / "old")
@@ -225,7 +225,7 @@ def test_the_trust_of_another_close_is_not_used(tmp_path: Path) -> None:
 
 
 def test_growing_and_shrinking_keeps_what_was_believed(tmp_path: Path) -> None:
-    with world(tmp_path, 8, verify="off") as here:
+    with harness(tmp_path, 8, verify="off") as here:
         here.put(*range(8))
         for num_slots, expected in ((20, 8), (5, 5), (8, 5)):
             here.reopen(capacity_bytes=num_slots * SLOT_BYTES)
@@ -233,7 +233,7 @@ def test_growing_and_shrinking_keeps_what_was_believed(tmp_path: Path) -> None:
 
 
 def test_a_repair_vouches_for_nothing_that_nobody_verified(tmp_path: Path) -> None:
-    with world(tmp_path, 8, verify="off") as here:
+    with harness(tmp_path, 8, verify="off") as here:
         here.put(1, 2)
         here.crash()
         check_slab(here.options.path, repair=True)
@@ -247,7 +247,7 @@ def test_a_close_that_fails_leaves_a_slab_of_which_nothing_is_believed(
     tmp_path: Path, nth: int
 ) -> None:
     system = FaultyDisk()
-    with world(tmp_path, 8, verify="off", system=system) as here:
+    with harness(tmp_path, 8, verify="off", system=system) as here:
         here.put(1)
         system.fail("sync", nth)
         here.tier.close()

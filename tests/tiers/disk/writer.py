@@ -12,7 +12,7 @@ import random
 import sys
 from pathlib import Path
 
-from tests.tiers.disk.world import key, world
+from tests.tiers.disk.harness import harness, key
 
 
 def write(path: Path, num_slots: int, num_parts: int, seed: int, first: int) -> None:
@@ -22,7 +22,7 @@ def write(path: Path, num_slots: int, num_parts: int, seed: int, first: int) -> 
         os.write(1, (" ".join(map(str, words)) + ";\n").encode())
 
     rng = random.Random(seed)
-    with world(path, num_slots, num_parts, durability=rng.choice(["process", "power"])) as here:
+    with harness(path, num_slots, num_parts, durability=rng.choice(["process", "power"])) as here:
         for part in here.tier.parts:
             part.slab.compact_floor = rng.choice([8, 64])
         known = {}

@@ -14,7 +14,7 @@ import pytest
 from kvtier.core.types import BlockKey
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import Outcome
-from kvtier.tiers.codecs.frame import MOST_OVERHEAD
+from kvtier.tiers.codecs.frame import MAX_OVERHEAD
 from kvtier.tiers.remote.bounce_workers import Arrived, BounceRows
 from kvtier.tiers.remote.envelope import HEADER_BYTES
 from kvtier.tiers.remote.location import read_location
@@ -23,7 +23,7 @@ from kvtier.tiers.remote.mooncake.tier import MooncakeClient, MooncakeOptions, S
 
 KEY = BlockKey(bytes(32))
 PATIENCE_S = 60.0
-VALUE_BYTES = HEADER_BYTES + GROUP.bytes_per_block + MOST_OVERHEAD
+VALUE_BYTES = HEADER_BYTES + GROUP.bytes_per_block + MAX_OVERHEAD
 
 
 class Store:

@@ -14,7 +14,7 @@ from kvtier.layout import opaque
 from kvtier.tiers import StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.row import make_storage
-from tests.connectors.pool_world import SLOT_BYTES, PoolWorld, key_of
+from tests.connectors.pool_harness import SLOT_BYTES, PoolHarness, key_of
 from tests.kit.proxy import Proxy
 from tests.kit.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket
@@ -52,47 +52,47 @@ def valkey(port: int) -> Store:
 
 
 @contextmanager
-def replica(*storages: StorageTier) -> Iterator[PoolWorld]:
-    world = PoolWorld(storages=storages, lookup_deadline_s=DEADLINE_S)
-    yield world
-    world.close()
+def replica(*storages: StorageTier) -> Iterator[PoolHarness]:
+    harness = PoolHarness(storages=storages, lookup_deadline_s=DEADLINE_S)
+    yield harness
+    harness.close()
 
 
-def places(world: PoolWorld, *numbers: int) -> list[BlockState]:
+def places(harness: PoolHarness, *numbers: int) -> list[BlockState]:
     """Return the locations of blocks once stores have answered, or timed out."""
     keys = [key_of(number) for number in numbers]
     end_s = time.monotonic() + PATIENCE_S
-    found, asked = world.pool.lookup(keys)
+    found, asked = harness.pool.lookup(keys)
     while asked:
         assert time.monotonic() < end_s, "it is asked for ever"
         while not any(question.is_over for question in asked):
             time.sleep(0.001)
-            world.pool.poll()
-        found, asked = world.pool.lookup(keys)
+            harness.pool.poll()
+        found, asked = harness.pool.lookup(keys)
     return found
 
 
-def until_stored(world: PoolWorld, *numbers: int) -> None:
+def until_stored(harness: PoolHarness, *numbers: int) -> None:
     """Wait until another replica finds the blocks."""
     end_s = time.monotonic() + PATIENCE_S
     keys = [key_of(number) for number in numbers]
-    while world.pool.locate_all(keys) != [STORAGE] * len(keys):
+    while harness.pool.locate_all(keys) != [STORAGE] * len(keys):
         assert time.monotonic() < end_s, "they never came"
         time.sleep(0.05)
-        world.pool.adopt(keys)
+        harness.pool.adopt(keys)
 
 
-def load(world: PoolWorld, numbers: Sequence[int], pages: Sequence[int]) -> list[str]:
+def load(harness: PoolHarness, numbers: Sequence[int], pages: Sequence[int]) -> list[str]:
     """Load blocks to host memory and to the device, and compare their bytes.
 
     Return the tiers that they came from.
     """
     keys = [key_of(number) for number in numbers]
-    assert world.pool.promote(keys) == len(keys)
-    world.settle()
-    assert world.places(*numbers) == [MEMORY] * len(keys)
-    origins = world.pool.origins(keys)
-    assert world.finish(world.copies.load(keys, pages), pages)
+    assert harness.pool.promote(keys) == len(keys)
+    harness.settle()
+    assert harness.places(*numbers) == [MEMORY] * len(keys)
+    origins = harness.pool.origins(keys)
+    assert harness.finish(harness.copies.load(keys, pages), pages)
     return origins
 
 
@@ -133,22 +133,22 @@ def test_store_that_answers_nobody_is_waited_for_once(server: ValkeyServer) -> N
         assert elsewhere.keep(1, 2)
         elsewhere.settle()
     proxy = Proxy(server.port)
-    with replica(valkey(proxy.port)()) as world:
+    with replica(valkey(proxy.port)()) as harness:
         proxy.hold()
         began_s = time.monotonic()
-        assert places(world, 1, 2) == [BlockState.NOWHERE] * 2
+        assert places(harness, 1, 2) == [BlockState.NOWHERE] * 2
         assert DEADLINE_S <= time.monotonic() - began_s < PATIENCE_S / 2
         for number in range(10, 20):
-            _, asked = world.pool.lookup([key_of(number)])
+            _, asked = harness.pool.lookup([key_of(number)])
             assert not asked, "others wait for a store that is late"
-        assert world.keep(30, 31), "what is computed is kept in host memory"
+        assert harness.keep(30, 31), "what is computed is kept in host memory"
         proxy.let_go()
         end_s = time.monotonic() + PATIENCE_S
-        while places(world, 1, 2) != [STORAGE] * 2:
+        while places(harness, 1, 2) != [STORAGE] * 2:
             assert time.monotonic() < end_s, "the store is never asked again"
             time.sleep(0.05)
-            world.pool.poll()
-        load(world, [1, 2], [40, 41])
+            harness.pool.poll()
+        load(harness, [1, 2], [40, 41])
     proxy.close()
 
 
@@ -157,13 +157,13 @@ def test_store_that_dies_costs_its_blocks_only(server: ValkeyServer) -> None:
     with replica(valkey(server.port)()) as elsewhere:
         assert elsewhere.keep(1, 2)
         elsewhere.settle()
-    with replica(valkey(server.port)()) as world:
-        assert places(world, 1, 2) == [STORAGE] * 2
+    with replica(valkey(server.port)()) as harness:
+        assert places(harness, 1, 2) == [STORAGE] * 2
         server.stop()
-        world.pool.promote([key_of(1), key_of(2)])
-        world.settle()
-        assert MEMORY not in world.places(1, 2), "it came from nowhere"
-        assert places(world, 5, 6) == [BlockState.NOWHERE] * 2
-        assert world.keep(7, 8)
-        world.settle()
-        assert world.places(7, 8) == [MEMORY] * 2
+        harness.pool.promote([key_of(1), key_of(2)])
+        harness.settle()
+        assert MEMORY not in harness.places(1, 2), "it came from nowhere"
+        assert places(harness, 5, 6) == [BlockState.NOWHERE] * 2
+        assert harness.keep(7, 8)
+        harness.settle()
+        assert harness.places(7, 8) == [MEMORY] * 2

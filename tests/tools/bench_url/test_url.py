@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvtier.observe.live.client import MOST_BYTES, MOST_LINE_BYTES
+from kvtier.observe.live.client import MAX_BYTES, MAX_LINE_BYTES
 from kvtier.tools.bench_url.exchange import Exchange
 from kvtier.tools.bench_url.result import TurnFigures
 from kvtier.tools.cli import app
@@ -187,11 +187,11 @@ LIES: dict[str, tuple[Behave, str]] = {
     ),
     "moved": (lambda script, _: script.whole(b"", 307, Location="/elsewhere"), "status 307"),
     "a huge line": (
-        lambda script, _: script.chunks(b"data: " + b"#" * (2 * MOST_LINE_BYTES)),
+        lambda script, _: script.chunks(b"data: " + b"#" * (2 * MAX_LINE_BYTES)),
         "it sends lines of over 1 MiB",
     ),
     "much": (
-        lambda script, _: script.chunks(*[b":" + b"#" * 65534 + b"\n"] * (MOST_BYTES >> 16), HALF),
+        lambda script, _: script.chunks(*[b":" + b"#" * 65534 + b"\n"] * (MAX_BYTES >> 16), HALF),
         "it sends more than 16 MiB",
     ),
     "no JSON": (lambda script, _: script.chunks(b"data: {\n\n"), NO_EVENT),

@@ -37,7 +37,7 @@ class TransientBlocks:
         self, topology: Topology, index: BlockIndex, transfers: Transfers, write_queues: WriteQueues
     ) -> None:
         self._memory = topology.staging
-        self._room = topology.rooms[topology.staging]
+        self._room = topology.allocators[topology.staging]
         self._index = index
         self._transfers = transfers
         self._write_queues = write_queues
@@ -120,7 +120,7 @@ class Admission:
 
         All are read. Blocks that the policy does not admit are transient.
         """
-        num_free = self._topology.rooms[memory].num_free
+        num_free = self._topology.allocators[memory].num_free
         if len(blocks) <= num_free:
             self._transient_blocks.note(blocks, ())
             return
@@ -150,7 +150,7 @@ class Admission:
         ask: Ask[Item],
         lacking: Callable[[Sequence[Item], str], Sequence[Item]],
     ) -> Admitted[Item]:
-        num_free = self._topology.rooms[memory].num_free
+        num_free = self._topology.allocators[memory].num_free
         stay = items if len(items) <= num_free else ask(items, memory, num_free, 0.0)
         is_passage = memory == self._topology.staging and self._write_queues.is_open
         if len(stay) == len(items) or not is_passage:
@@ -162,7 +162,7 @@ class Admission:
         return Admitted([item for item in items if item in staying or item in passing], passing)
 
     def _worth_a_write(self, items: Sequence[Item], storage: str, ask: Ask[Item]) -> Sequence[Item]:
-        num_free = self._topology.rooms[storage].num_free
+        num_free = self._topology.allocators[storage].num_free
         least_chance = self._write_queues.least_chance(storage, len(items) > num_free)
         if len(items) <= num_free and not least_chance:
             return items

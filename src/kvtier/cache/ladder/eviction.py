@@ -52,7 +52,7 @@ class Eviction:
         self._on_left_out = on_left_out
         self._demote = demote
         self._told: dict[str, int] = {}  # the room of each tier, as the index knows it
-        for tier in topology.rooms:
+        for tier in topology.allocators:
             self._tell_room(tier)
 
     def num_available(self, tier: str) -> int:
@@ -60,7 +60,7 @@ class Eviction:
 
         An upper bound.
         """
-        return self._topology.rooms[tier].num_free + self._index.num_evictable(tier)
+        return self._topology.allocators[tier].num_free + self._index.num_evictable(tier)
 
     def allocate(self, num_slots: int, as_neighbours: bool = True) -> Sequence[Slot] | None:
         """Allocate slots of the fastest tier, evicting as needed. None if that is not enough.
@@ -72,18 +72,18 @@ class Eviction:
         as_neighbours: False for slots that attention does not read.
         """
         tier = self._topology.fastest
-        room = self._topology.rooms[tier]
-        missing = num_slots - room.num_free
+        allocator = self._topology.allocators[tier]
+        missing = num_slots - allocator.num_free
         if missing > self._index.num_evictable(tier):
             return None
         self.make(tier, missing)
         budget = 2 * num_slots if as_neighbours and self._topology.below(tier) else 0
-        while budget > 0 and (short := num_slots - room.longest_run()) > 0:
+        while budget > 0 and (short := num_slots - allocator.longest_run()) > 0:
             more = min(budget, max(short, num_slots // 8))
             budget -= more
             if not self.make(tier, more):
                 break
-        return room.allocate(num_slots)
+        return allocator.allocate(num_slots)
 
     def reserve(
         self, num_slots: int, but_not: Sequence[BlockId], admit: Admit
@@ -98,18 +98,18 @@ class Eviction:
             admit: called otherwise; returns how many blocks are worth evicting others for.
         """
         tier = self._topology.fastest
-        room = self._topology.rooms[tier]
+        allocator = self._topology.allocators[tier]
         self._tell_room(tier)
         self._index.lease(but_not, tier)
-        if num_slots > room.num_free:
+        if num_slots > allocator.num_free:
             num_admitted = admit()
             self._count_left_out(num_slots - num_admitted, tier)
             num_slots = num_admitted
-        missing = num_slots - room.num_free
+        missing = num_slots - allocator.num_free
         if missing <= self._index.num_evictable(tier):
             self.make(tier, missing)
         self._index.release(but_not, tier)
-        return room.allocate(num_slots)
+        return allocator.allocate(num_slots)
 
     def make(self, tier: str, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` blocks from ``tier``. Return how many were evicted."""
@@ -118,7 +118,7 @@ class Eviction:
         leaving = self._index.evict(tier, max(0, num_blocks))
         self._reuse_sampler.on_evict(leaving, tier)
         slots = self._leave(leaving, tier)
-        self._topology.rooms[tier].free(slots)
+        self._topology.allocators[tier].free(slots)
         if slots:
             self._metrics.count(EVICTED_BLOCKS, len(slots), tier=tier)
         return len(slots)
@@ -129,12 +129,12 @@ class Eviction:
         The prefixes of ``blocks`` are not evicted: the end of a prompt must not push out its
         beginning. There may be less room than blocks admitted.
         """
-        room = self._topology.rooms[tier]
+        allocator = self._topology.allocators[tier]
         self._tell_room(tier)
-        prefixes = self._index.prefixes(blocks, tier) if len(blocks) > room.num_free else ()
+        prefixes = self._index.prefixes(blocks, tier) if len(blocks) > allocator.num_free else ()
         self._index.lease(prefixes, tier)
         admitted = self._admission.admit(blocks, tier)
-        self.make(tier, len(admitted) - room.num_free)
+        self.make(tier, len(admitted) - allocator.num_free)
         self._index.release(prefixes, tier)
         self._count_left_out(len(blocks) - len(admitted), tier)
         if self._on_left_out is not None and len(admitted) < len(blocks):
@@ -148,8 +148,8 @@ class Eviction:
 
     def _tell_room(self, tier: str) -> None:
         """Report a tier's capacity to the index. It grows while the tier opens, and may shrink."""
-        room = self._topology.rooms[tier]
-        num_slots = max(room.capacity, room.num_used + room.num_free)
+        allocator = self._topology.allocators[tier]
+        num_slots = max(allocator.capacity, allocator.num_used + allocator.num_free)
         if self._told.get(tier) != num_slots:
             self._told[tier] = num_slots
             self._index.set_room(tier, max(1, num_slots))
@@ -164,7 +164,7 @@ class Eviction:
             self._transient_blocks.on_evict(leaving)
         self._transfers.report(tier, leaving, is_removed=True)
         slots = [self._index.lose(block, tier) for block in leaving]
-        self._topology.rooms[tier].free([slot for slot in slots if slot is not None])
+        self._topology.allocators[tier].free([slot for slot in slots if slot is not None])
         if leaving:
             self._metrics.count(EVICTED_BLOCKS, len(leaving), tier=tier)
 
@@ -174,7 +174,7 @@ class Eviction:
         Returns how many were evicted.
         """
         leaving = self._index.evict(tier, num_blocks)
-        self._topology.rooms[tier].free(self._leave(leaving, tier, for_good=True))
+        self._topology.allocators[tier].free(self._leave(leaving, tier, for_good=True))
         return len(leaving)
 
     def _leave(

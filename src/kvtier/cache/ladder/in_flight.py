@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvtier.cache.transfer import Job, Transfer
 from kvtier.core.hot import Numbers
 from kvtier.core.types import Slot
-from kvtier.tiers import Room
+from kvtier.tiers import SlotAllocator
 
 POLL_BLOCKS = 2048
 """Blocks finished per poll. The engine waits meanwhile: this is about two milliseconds."""
@@ -32,9 +32,11 @@ class InFlight:
     """
 
     def __init__(
-        self, rooms: Mapping[str, Room], on_end: Callable[[], object] | None = None
+        self, allocators: Mapping[str, SlotAllocator], on_end: Callable[[], object] | None = None
     ) -> None:
-        self._filled_by = {name: np.zeros(room.num_slots, np.int64) for name, room in rooms.items()}
+        self._filled_by = {
+            name: np.zeros(allocator.num_slots, np.int64) for name, allocator in allocators.items()
+        }
         self._transfers: dict[int, Transfer] = {}  # by number, the oldest first
         self._num_begun = 0
         self.by_route: Counter[tuple[str, str]] = Counter()

@@ -27,7 +27,7 @@ from kvtier.index import BlockIndex, KeyIndex, State
 from kvtier.observe import Metrics
 from kvtier.observe.specs import BREAKER_STATE, QUEUED_SECONDS, SLOT_BYTES, TRANSFERS_IN_FLIGHT
 from kvtier.plan import Copy, CostModel, Costs
-from kvtier.tiers import Quota, Room, StorageTier
+from kvtier.tiers import Quota, SlotAllocator, StorageTier
 
 METRICS_PERIOD_S = 1.0
 """Interval between updates of the gauges, since each update queries every tier and route."""
@@ -60,7 +60,7 @@ class Ladder:
         index: blocks by tier, shared with the cache, which looks blocks up. It has the same tiers,
             in this order.
         tiers: memory tiers and then storage tiers, fastest first. A tier of another process is
-            represented by its ``Room``.
+            represented by its ``SlotAllocator``.
         mover: executes the copies decided on here.
         options: see ``LadderOptions``.
         clock: seconds.
@@ -83,7 +83,7 @@ class Ladder:
     def __init__(
         self,
         index: BlockIndex,
-        tiers: Mapping[str, Room | StorageTier],
+        tiers: Mapping[str, SlotAllocator | StorageTier],
         mover: Mover,
         options: LadderOptions,
         *,
@@ -102,8 +102,8 @@ class Ladder:
         self._index = index
         self._mover = mover
         self._clock = clock
-        rooms = {name: _room(tier) for name, tier in tiers.items()}
-        self._topology = topology = Topology(rooms, mover.storages, device)
+        allocators = {name: _allocator(tier) for name, tier in tiers.items()}
+        self._topology = topology = Topology(allocators, mover.storages, device)
         self.fastest, self.storages = topology.fastest, topology.storages
         model = CostModel()
         self.costs = CostMetrics(metrics, model, clock)
@@ -170,8 +170,10 @@ class Ladder:
     def usage(self) -> dict[str, SlotCounts]:
         """Return the slots of each tier."""
         return {
-            name: SlotCounts(room.num_used, room.num_open, room.num_slots, room.capacity)
-            for name, room in self._topology.rooms.items()
+            name: SlotCounts(
+                allocator.num_used, allocator.num_open, allocator.num_slots, allocator.capacity
+            )
+            for name, allocator in self._topology.allocators.items()
         }
 
     def num_available(self, tier: str) -> int:
@@ -227,7 +229,7 @@ class Ladder:
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Free slots of the fastest tier that hold no block of the index."""
-        self._topology.rooms[self.fastest].free(slots)
+        self._topology.allocators[self.fastest].free(slots)
 
     def evict(self, tier: str, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` blocks from ``tier``. Return how many were evicted."""
@@ -457,7 +459,7 @@ class Ladder:
             reserved: blocks that the engine itself copies to the fastest tier, and gives up.
         """
         transfers = self._transfers
-        for tier in self._topology.rooms:
+        for tier in self._topology.allocators:
             but = reserved if tier == self.fastest else ()
             known = [block for block in blocks if block != NO_BLOCK and block not in but]
             states = self._index.states_of(known, tier)
@@ -491,7 +493,7 @@ class Ladder:
         self._storage_lookup.forget()
         self._write_queues.clear()
         self._reuse_sampler.forget()
-        for tier in self._topology.rooms:
+        for tier in self._topology.allocators:
             for _ in range(self._index.num_held(tier) // num_at_once + 1):
                 if not self._eviction.delete(tier, num_at_once):
                     break
@@ -513,6 +515,6 @@ class Ladder:
             assert in_use == expected, f"{name}: {in_use} slots in use, {expected} accounted for"
 
 
-def _room(tier: Room | StorageTier) -> Room:
+def _allocator(tier: SlotAllocator | StorageTier) -> SlotAllocator:
     """Return the room for blocks in a tier: its slots in memory, a number of blocks in storage."""
     return Quota(lambda: tier.num_blocks) if isinstance(tier, StorageTier) else tier

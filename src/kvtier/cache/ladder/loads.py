@@ -193,7 +193,7 @@ class Loads:
             yield leg, blocks[run.start : run.stop]
 
     def _begin(self, copy: Copy, urgent: bool) -> Transfer:
-        room = self._topology.rooms[copy.dst]
+        room = self._topology.allocators[copy.dst]
         if copy.dst == self._topology.staging:
             self._admission.admit_read(copy.blocks, copy.dst)
         self._eviction.make(copy.dst, len(copy.blocks) - room.num_free)

@@ -13,7 +13,7 @@ from kvtier.core.types import BlockId, BlockKey
 
 FIRST_KEYS = 64
 GROWTH = 16
-MOST_KEYS = 4096
+MAX_KEYS = 4096
 """Largest number of keys in a look-up. A look-up begins with few keys, since storage may have none
 of them, and grows while all are found. Hashing 4,096 keys takes 2 ms."""
 
@@ -95,4 +95,4 @@ class Lookup:
         if missing is None and not are_all_there:
             found = set(there)
             missing = next(key for at, key in enumerate(self.keys) if at not in found)
-        return replace(self, missing=missing).next(min(MOST_KEYS, GROWTH * len(self.keys)))
+        return replace(self, missing=missing).next(min(MAX_KEYS, GROWTH * len(self.keys)))

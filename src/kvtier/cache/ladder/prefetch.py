@@ -76,7 +76,7 @@ class Prefetches:
 
         Returns None while other prefetches hold too much.
         """
-        limit = int(self._topology.rooms[self._topology.staging].num_open * PREFETCH_SHARE)
+        limit = int(self._topology.allocators[self._topology.staging].num_open * PREFETCH_SHARE)
         if self._num_held and self._num_held + len(wanted) > limit:
             return None
         prefetch = Prefetch(self._index, self._topology.staging, wanted[:limit], deadline)

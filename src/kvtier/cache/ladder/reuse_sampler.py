@@ -13,9 +13,9 @@ from kvtier.index.selection import as_array
 from kvtier.observe import Metrics
 from kvtier.observe.specs import RETURN_SECONDS, RETURNED_BLOCKS
 
-MOST_MARKED = 4096
+MAX_MARKED = 4096
 """Most sampled blocks that are in some tier. If there are more, half of the sample is dropped."""
-MOST_GONE = 16384
+MAX_GONE = 16384
 """Most sampled evicted blocks that are remembered; the oldest are dropped. A block's return is
 noticed until about four times the sampled capacity has been evicted."""
 
@@ -57,7 +57,7 @@ class ReuseSampler:
         self._marks.update(zip(as_array(blocks)[chosen].tolist(), marks, strict=True))
         if self._gone:
             self._note_returns(marks)
-        while len(self._marks) > MOST_MARKED:
+        while len(self._marks) > MAX_MARKED:
             self._halve()
 
     def _note_returns(self, marks: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ class ReuseSampler:
         for block, is_elsewhere in zip(chosen, self._are_elsewhere(chosen, tier), strict=True):
             if not is_elsewhere:
                 del marks[block]
-        while len(self._gone) > MOST_GONE:
+        while len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)
 
     def _are_elsewhere(self, blocks: Sequence[BlockId], tier: str) -> list[bool]:

@@ -24,7 +24,7 @@ from kvtier.tiers import Outcome
 THERE, ABSENT, _, FAILED = Outcome
 ABSENT_S = 5.0
 """Seconds for which storage is not asked again for a block that it did not have."""
-MOST_ABSENT = 4096
+MAX_ABSENT = 4096
 """Most prompts for which that is remembered."""
 
 _Name = tuple[str, BlockKey]
@@ -239,7 +239,7 @@ class StorageLookup:
             lacked = question.keys[missing]
         if is_last and lacked is not None:
             self._absent[storage, lacked] = self._clock() + ABSENT_S
-            while len(self._absent) > MOST_ABSENT:
+            while len(self._absent) > MAX_ABSENT:
                 self._absent.popitem(last=False)
 
     def forget(self) -> None:
@@ -277,9 +277,9 @@ class StorageLookup:
         new = blocks
         if states.count(State.ABSENT) < len(states):
             new = [block for block, at in zip(blocks, states, strict=True) if at is State.ABSENT]
-        room = self._topology.rooms[storage]
-        self._eviction.make(storage, len(new) - room.num_free)
-        slots = room.allocate(min(len(new), room.num_free)) or []
+        allocator = self._topology.allocators[storage]
+        self._eviction.make(storage, len(new) - allocator.num_free)
+        slots = allocator.allocate(min(len(new), allocator.num_free)) or []
         self._transfers.found(new[: len(slots)], storage, slots)
         self._leave(storage, new[len(slots) :])
         return len(slots)

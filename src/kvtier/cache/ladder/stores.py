@@ -106,8 +106,8 @@ class Stores:
         if not blocks:
             return blocks, 0
         admitted = self._eviction.make_for(blocks, dst)
-        room = self._topology.rooms[dst]
-        slots = room.allocate(min(len(admitted), room.num_free)) or []
+        allocator = self._topology.allocators[dst]
+        slots = allocator.allocate(min(len(admitted), allocator.num_free)) or []
         for at in range(0, len(slots), STORE_BLOCKS):
             end = min(at + STORE_BLOCKS, len(slots))
             transfer = self._transfers.begin(Copy(src, dst, admitted[at:end]), slots[at:end])

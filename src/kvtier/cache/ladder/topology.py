@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvtier.core.types import Direct
 from kvtier.plan import Ways, Witnesses, ways_of
-from kvtier.tiers import Room, StorageFacts
+from kvtier.tiers import SlotAllocator, StorageFacts
 
 
 class Topology:
@@ -25,13 +25,13 @@ class Topology:
 
     def __init__(
         self,
-        rooms: Mapping[str, Room],
+        allocators: Mapping[str, SlotAllocator],
         storages: Mapping[str, StorageFacts],
         device: str | None = None,
     ) -> None:
-        self.rooms = dict(rooms)
-        self.storages = [name for name in rooms if name in storages]
-        self.memories = [name for name in rooms if name not in storages]
+        self.allocators = dict(allocators)
+        self.storages = [name for name in allocators if name in storages]
+        self.memories = [name for name in allocators if name not in storages]
         self.fastest, self.staging = self.memories[0], self.memories[-1]
         self.device = device
         self._facts = storages

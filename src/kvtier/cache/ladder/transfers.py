@@ -76,7 +76,7 @@ class Transfers:
         self._costs = costs
         self._account = account
         self._on_change = callbacks.on_change
-        memories = {name: topology.rooms[name] for name in topology.memories}
+        memories = {name: topology.allocators[name] for name in topology.memories}
         self._in_flight = InFlight(memories, callbacks.on_end)
         self._failed_once: set[BlockId] = set()
         self.lost: dict[tuple[BlockId, str], BlockKey | None] = {}
@@ -211,7 +211,7 @@ class Transfers:
         """Record that the blocks at these positions did not arrive."""
         dst, positions = transfer.dst, sorted(absent)
         blocks = [transfer.blocks[at] for at in positions]
-        self._topology.rooms[dst].free(self._index.abort_all(blocks, dst))
+        self._topology.allocators[dst].free(self._index.abort_all(blocks, dst))
         is_shared = dst in self._mover.storages and self._mover.storages[dst].is_shared
         # After a time-out some blocks may have been written all the same. Those in shared storage
         # are valid, and may be another process's.
@@ -306,7 +306,7 @@ class Transfers:
         self.report(tier, [block], is_removed=True)
         slot = self._index.lose(block, tier)
         assert slot is not None, "it was not leased a moment ago"
-        self._topology.rooms[tier].free([slot])
+        self._topology.allocators[tier].free([slot])
         return True
 
     def void(self) -> None:

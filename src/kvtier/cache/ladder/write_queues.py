@@ -60,7 +60,7 @@ class WriteQueue:
     ) -> None:
         self.storage = storage
         self._source = topology.staging
-        self._room = topology.rooms[topology.staging]
+        self._room = topology.allocators[topology.staging]
         self._index = index
         self._metrics = metrics
         self._block_bytes = block_bytes
@@ -104,10 +104,10 @@ class WriteQueue:
         Report with ``began`` how many of them are being written.
         """
         share = min(max(1, self._room.num_open // MOVING_SHARE), self._most_moving)
-        room = min(most, share - self._num_moving)
+        available = min(most, share - self._num_moving)
         taken: list[BlockId] = []
-        while self._queue and len(taken) < room:
-            some = self._first(room - len(taken))
+        while self._queue and len(taken) < available:
+            some = self._first(available - len(taken))
             taken += self._storable(some)
         if taken and not self._budget.allows:
             self._count(len(taken))

@@ -33,7 +33,7 @@ SNAPSHOT_TOKENS = 4096
 """Tokens between two snapshots of a long prompt. Qwen3-Next's KV of so many tokens is as large as
 one and a third of its states."""
 
-MOST_COMPARED = 4
+MAX_COMPARED = 4
 """Snapshots of a prompt that the planner compares."""
 
 
@@ -78,7 +78,7 @@ class SnapshotCache(StatefulCache):
         whole = SnapshotMatch(
             known.blocks, known.tiers, known.in_flight, known.num_asked, (), known.num_blocks
         )
-        found = islice(self._snapshots(namespace, labels, known), MOST_COMPARED)
+        found = islice(self._snapshots(namespace, labels, known), MAX_COMPARED)
         return whole.with_snapshots(list(found))
 
     def _snapshots(
@@ -125,7 +125,7 @@ class SnapshotCache(StatefulCache):
         known = super().match(namespace, labels)
         last = known.num_blocks // self._grain * self._grain
         regular = range((last - 1) // self._every * self._every, 0, -self._every)
-        for at in (last, *regular[: MOST_COMPARED - 1]):
+        for at in (last, *regular[: MAX_COMPARED - 1]):
             path = self._path(labels, at)
             is_asked = at > 0 and begin_lookup(self._ladder, self._index, namespace, path)
             if is_asked or super().match(namespace, path).num_blocks == len(path):

@@ -164,7 +164,7 @@ class SnapshotLease(StatefulLease):
         return slots
 
 
-MOST_UNCOMMITTED = 16
+MAX_UNCOMMITTED = 16
 """Cells that a request has written and can't commit, because others are filling the same blocks."""
 
 
@@ -199,15 +199,15 @@ class WindowLease(StatefulLease):
         self._end_start = end_start
 
     @property
-    def room(self) -> Sequence[Slot]:
-        return Numbers.joined(super().room, self.ring, *self.cells.values())
+    def reserved_slots(self) -> Sequence[Slot]:
+        return Numbers.joined(super().reserved_slots, self.ring, *self.cells.values())
 
     def snapshot_slots(self, num_blocks: int) -> Sequence[Slot]:
         """Return where to write the cell before ``num_blocks``; empty if there is no room for it.
 
         They are allocated by the first call. A request keeps few cells that it can't commit.
         """
-        is_wanted = not self.is_private and len(self.cells) < MOST_UNCOMMITTED
+        is_wanted = not self.is_private and len(self.cells) < MAX_UNCOMMITTED
         if num_blocks not in self.cells and is_wanted:
             slots = self._allocate()
             if slots is not None:

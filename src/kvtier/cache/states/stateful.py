@@ -9,7 +9,7 @@ from kvtier.cache.states.lease import SnapshotMatch, StatefulLease, StateLease
 from kvtier.cache.tokens import Cache
 from kvtier.core.types import DEVICE, GroupMatch, Match
 from kvtier.plan import Copy, Decision, plan_groups
-from kvtier.plan.needs import GroupRoom, coming_runs
+from kvtier.plan.needs import GroupCapacity, coming_runs
 
 
 class StatefulCache(Cache):
@@ -33,8 +33,8 @@ class StatefulCache(Cache):
             self._over_groups(match),
             costs,
             [
-                GroupRoom(num_bytes, num_free, staging),
-                GroupRoom(
+                GroupCapacity(num_bytes, num_free, staging),
+                GroupCapacity(
                     self.state_blocks * num_bytes,
                     num_free // self.state_blocks,
                     None if staging is None else staging // self.state_blocks,

@@ -40,13 +40,13 @@ from kvtier.observe.block_events import BlockLog
 from kvtier.plan import Plan
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
 
-MOST_COMPARED = 4
+MAX_COMPARED = 4
 """Cuts that the planner compares for each run of blocks in one tier, and runs."""
 
-MOST_SEARCHED = 256
+MAX_SEARCHED = 256
 """Chunks of a prompt among which a possible cut is searched, the last ones."""
 
-MOST_LOOKED_UP = 16
+MAX_LOOKED_UP = 16
 """Cells beyond a window that are looked up in storage for one prompt."""
 
 
@@ -167,14 +167,14 @@ class WindowCache(StatefulCache):
         matched: dict[int, Match | None] = {}
         found: dict[int, Snapshot] = {}
         grain = self._shape.grain_blocks
-        for _, run in list(runs_of(known.tiers))[-MOST_COMPARED:]:
+        for _, run in list(runs_of(known.tiers))[-MAX_COMPARED:]:
             ends = range(run.stop // grain * grain, 0, -grain)
             cuts = (
                 snapshot
-                for at in ends[:MOST_SEARCHED]
+                for at in ends[:MAX_SEARCHED]
                 if (snapshot := self._snapshot(namespace, known.blocks, at, matched)) is not None
             )
-            found.update((each.num_blocks, each) for each in islice(cuts, MOST_COMPARED))
+            found.update((each.num_blocks, each) for each in islice(cuts, MAX_COMPARED))
         return [found[at] for at in sorted(found, reverse=True)]
 
     def _snapshot(
@@ -214,7 +214,7 @@ class WindowCache(StatefulCache):
         grain = self._shape.grain_blocks
         ends = range(known.num_blocks // grain * grain, 0, -grain)
         num_there = 0
-        for at in ends[: self._shape.num_cells + MOST_LOOKED_UP]:
+        for at in ends[: self._shape.num_cells + MAX_LOOKED_UP]:
             cell = self._cell(self._index.key(known.blocks[at - 1]))
             is_asked = begin_lookup(self._ladder, self._index, namespace, cell)
             waits |= is_asked

@@ -11,11 +11,11 @@ from kvtier.core.grouping import has
 from kvtier.core.types import BlockKey
 from kvtier.tiers import Outcome, StorageTier
 
-MOST_OWED: Final = 1 << 16
+MAX_OWED: Final = 1 << 16
 """Number of keys (at most 10 MiB) from which on no new blocks are written to the tier."""
 PIECE_KEYS: Final = 1 << 16
 """Keys dropped in one call; a failed call is repeated."""
-MOST_UNANSWERED: Final = 1 << 16
+MAX_UNANSWERED: Final = 1 << 16
 """Maximum number of keys. Keys beyond it are not retried: their blocks are recomputed."""
 
 
@@ -25,7 +25,7 @@ class OwedDrops:
     While its drop is pending, a key is not found, not read and not written again; otherwise the
     drop would remove the new block.
 
-    The number of keys is bounded, and none is forgotten: a tier with ``MOST_OWED`` pending drops is
+    The number of keys is bounded, and none is forgotten: a tier with ``MAX_OWED`` pending drops is
     full and gets no writes. Further keys can only be those of blocks that it already has.
     """
 
@@ -41,7 +41,7 @@ class OwedDrops:
     @property
     def is_full(self) -> bool:
         """Whether writes to the tier must be refused."""
-        return len(self) >= MOST_OWED
+        return len(self) >= MAX_OWED
 
     def add(self, keys: Sequence[BlockKey], for_good: bool) -> None:
         """Add keys that storage has to drop."""
@@ -122,7 +122,7 @@ class Unanswered:
                 outcome = outcomes[at] if outcomes else Outcome.FAILED
                 if outcome is not Outcome.FAILED:
                     self._keys.discard(key)
-                elif len(self._keys) < MOST_UNANSWERED:
+                elif len(self._keys) < MAX_UNANSWERED:
                     self._keys.add(key)
 
     def forget(self, keys: Sequence[BlockKey]) -> None:

@@ -35,7 +35,7 @@ NUM_LENT = 4 * CALL_BLOCKS * NUM_CALLS
 """Most lent blocks: four times those of all calls, since a quarter may be in flight to storage."""
 PIECE_BYTES = 128 << 20
 """Bytes per read or write. They are large, since the caller waits for all of them."""
-MOST_PREFILLS = 256
+MAX_PREFILLS = 256
 LOOK_S = 1.0
 """Longest pause between two checks of a waiting caller."""
 ANSWER_S = 0.5
@@ -119,7 +119,7 @@ class BlockingCalls:
         self._clock = clock
         self._block_tokens = block_tokens
         self._always_loads = always_loads
-        self._prefills: deque[tuple[int, int, float]] = deque(maxlen=MOST_PREFILLS)
+        self._prefills: deque[tuple[int, int, float]] = deque(maxlen=MAX_PREFILLS)
         self.num_recomputed = 0
         """Blocks that were found but not reported, since computing them is faster."""
         self._sizes = np.array(sizes, np.int64)

@@ -142,16 +142,16 @@ class PoolCopies:
             depths: position of each block in its prompt.
             pages: page of each block on the device.
         """
-        room = self._cache.reserve(keys)
-        if room is None:
+        reserved = self._cache.reserve(keys)
+        if reserved is None:
             num = min(len(keys), self._cache.ladder.num_available(HOST))
-            room = self._cache.reserve(keys[:num])
-        if room is None or not room.keys:
+            reserved = self._cache.reserve(keys[:num])
+        if reserved is None or not reserved.keys:
             return Store(keys, depths, (), None)
         page_of = dict(zip(keys, pages, strict=True))
-        at = GroupPages([page_of[key] for key in room.keys], room.slots, 0)
+        at = GroupPages([page_of[key] for key in reserved.keys], reserved.slots, 0)
         batch = self._pool.stage([at], self._host.memory, Direction.STORE, self._host.seams)
-        return Store(keys, depths, room.keys, self._engine.submit([batch], Direction.STORE))
+        return Store(keys, depths, reserved.keys, self._engine.submit([batch], Direction.STORE))
 
     def end_store(self, store: Store) -> bool:
         """End a store that is done. Return whether all its blocks are in host memory or storage."""

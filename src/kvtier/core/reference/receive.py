@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 END = b"\r\n"
 LEAST_REPLY_BYTES = 3
 """Length of the shortest reply: an error without text, ``-\\r\\n``."""
-MOST_PARTS = 1024
+MAX_PARTS = 1024
 LEAST_WAIT_S = 0.001
 
 
@@ -141,7 +141,7 @@ class _Reader:
         """Fill ``parts``. Return how many bytes are missing, and the error."""
         while parts:
             try:
-                num = self._receive(parts[:MOST_PARTS])
+                num = self._receive(parts[:MAX_PARTS])
             except OSError as error:
                 return sum(map(len, parts)), error
             while parts and num >= len(parts[0]):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvtier.core.errors import ConfigError
 
-MOST_SOCKET_BYTES = 107
+MAX_SOCKET_BYTES = 107
 """Longest path of a Unix socket."""
 
 
@@ -28,10 +28,10 @@ def user_path(given: str | Path) -> Path:
 def check_socket(path: str | Path, field: str) -> None:
     """Raise ``ConfigError`` if a path is too long for a Unix socket. field: name of the setting."""
     num = len(os.fsencode(user_path(path)))
-    if num > MOST_SOCKET_BYTES:
+    if num > MAX_SOCKET_BYTES:
         raise ConfigError(
             f"{field}: the path {path} has {num} bytes, and that of a Unix socket at most "
-            f"{MOST_SOCKET_BYTES}; name a shorter one"
+            f"{MAX_SOCKET_BYTES}; name a shorter one"
         )
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from kvtier.core.hints import Said
+from kvtier.core.hints import BlockHint
 from kvtier.core.types import BlockId
 from kvtier.index.residency import Residency
 
@@ -65,7 +65,9 @@ class EvictionPolicy(ABC):
         """
         return
 
-    def retain(self, path: Sequence[int], found: Sequence[BlockId], said: Said, now: float) -> None:
+    def retain(
+        self, path: Sequence[int], found: Sequence[BlockId], block_hint: BlockHint, now: float
+    ) -> None:
         """Apply a hint on a prompt's future use. For path and found see ``on_request``."""
         return
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvtier.core import hot
 from kvtier.core.errors import ConfigError
-from kvtier.core.hints import Said
+from kvtier.core.hints import BlockHint
 from kvtier.index.policies.counted import PolicyCounters
 
 Keys = npt.NDArray[np.uint64]
@@ -62,7 +62,7 @@ class LivePolicy(PolicyCounters):
         """
         return self._core.asked(keys, now_s)
 
-    def retain(self, keys: Keys, said: Said, now_s: float) -> None:
+    def retain(self, keys: Keys, block_hint: BlockHint, now_s: float) -> None:
         """Apply a hint on a prompt's future use to its blocks that are resident or requested.
 
         Args:
@@ -70,7 +70,7 @@ class LivePolicy(PolicyCounters):
             said: the hint.
             now_s: as for ``asked``.
         """
-        self._core.retain(keys, said, now_s)
+        self._core.retain(keys, block_hint, now_s)
 
     def admits(self, keys: Keys, kept: Keys = _NOTHING) -> int:
         """Return how many of these blocks, from the first on, to admit.

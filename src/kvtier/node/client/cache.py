@@ -31,7 +31,7 @@ from kvtier.cache.guard import PartitionFacts, SlotGuard
 from kvtier.cache.ladder import CostMetrics
 from kvtier.cache.local import states_of
 from kvtier.cache.waiters import Signal
-from kvtier.core.hints import Hint, Said, waits
+from kvtier.core.hints import BlockHint, Hint, waits
 from kvtier.core.types import DEVICE, HOST, Slot
 from kvtier.node.client.channel import Channel, NodeClient, NodeError, OpenedPartition
 from kvtier.node.wire import protocol
@@ -346,12 +346,12 @@ class NodeCache(BlockCache):
             self._tell(lambda number: protocol.ContinueNotice(number, told, last_key))
 
     def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
-        self._say(keys, hint.said(block_size, 0.0))
+        self._say(keys, hint.block_hint(block_size, 0.0))
 
     def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
         self._say(keys, [waits(is_waiting, 0.0)])
 
-    def _say(self, keys: Collection[bytes], said: Sequence[Said]) -> None:
+    def _say(self, keys: Collection[bytes], said: Sequence[BlockHint]) -> None:
         """Send retention hints on blocks. Their times are seconds from now."""
         if keys and said:
             told, statements = b"".join(keys), [_fields(each) for each in said]
@@ -537,7 +537,7 @@ class NodeCache(BlockCache):
             self._client.put_back(channel, failure)
 
 
-def _fields(said: Said) -> protocol.Statement:
+def _fields(block_hint: BlockHint) -> protocol.Statement:
     return (said.word, said.level, said.first, said.end, said.until)
 
 

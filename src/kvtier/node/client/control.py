@@ -17,7 +17,7 @@ from kvtier.observe.live.client import (
     server_url,
 )
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Most bytes of an answer."""
 
 
@@ -45,7 +45,7 @@ class ControlClient:
         try:
             connection.request(method, route, body, headers)
             answer = connection.getresponse()
-            content = answer.read(MOST_BYTES)
+            content = answer.read(MAX_BYTES)
             told = json.loads(content)
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 """Bytes whose checksums are computed in one call."""
-MOST_WAITING = 1 << 16
+MAX_WAITING = 1 << 16
 """Most groups of blocks that wait for their records. The oldest get none: they are evicted first"""
 IDLE = 19
 """Nice value of the thread that writes records: it has the time that nobody else wants."""
@@ -74,7 +74,7 @@ class RecordWriter:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[WrittenBlocks] = deque(maxlen=MOST_WAITING)
+        self._waiting: deque[WrittenBlocks] = deque(maxlen=MAX_WAITING)
         self._wakes = Event()
         self._is_wanted = True
         self._is_writing = False

@@ -40,11 +40,11 @@ from kvtier.plan.decide import Awaited
 
 logger = logging.getLogger(__name__)
 
-MOST_UNSENT_BYTES = 64 << 20
+MAX_UNSENT_BYTES = 64 << 20
 """A process that reads none of its answers is disconnected when so many bytes wait for it."""
 DELETE_S = 8.0
 """Longest wait of an engine's deletion for storage to confirm it."""
-MOST_WAITING = 1024
+MAX_WAITING = 1024
 """Most requests of a connection that wait for storage or for other engines at a time."""
 HELLO_S = 10.0
 """A connection that has not attached after this time is closed."""
@@ -122,7 +122,7 @@ class Connection:
         undo: Callable[[], object] | None,
     ) -> None:
         self._frames.send(frame, fds, undo)
-        if self._frames.num_unsent > MOST_UNSENT_BYTES:
+        if self._frames.num_unsent > MAX_UNSENT_BYTES:
             logger.warning("disconnected pid=%d reason=it reads no answers", self._peer.pid)
             self.hang_up()
 
@@ -362,8 +362,8 @@ class Connection:
         self._tasks.add(task)
         engine.num_waiting += 1
         task.add_done_callback(partial(self._end_task, engine))
-        if len(self._tasks) > MOST_WAITING:
-            raise ProtocolError(f"more than {MOST_WAITING} requests wait at a time")
+        if len(self._tasks) > MAX_WAITING:
+            raise ProtocolError(f"more than {MAX_WAITING} requests wait at a time")
 
     def _end_task(self, engine: AttachedEngine, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

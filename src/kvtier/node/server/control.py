@@ -32,7 +32,7 @@ from kvtier.node.server.deleting import PartitionDeletion, delete_blocks, delete
 from kvtier.node.server.lookups import TimeCounts
 from kvtier.node.server.partition import Partition
 from kvtier.node.server.registry import Registry
-from kvtier.node.wire.protocol import MOST_KEYS
+from kvtier.node.wire.protocol import MAX_KEYS
 
 Result = TypeVar("Result")
 BoundTexts = tuple[str | None, str | None]
@@ -369,8 +369,8 @@ def _keys(partition: Partition, keys: Sequence[str]) -> list[bytes]:
     size = partition.key.key_bytes
     if not keys:
         raise ControlError("no keys are named")
-    if len(keys) > MOST_KEYS:
-        raise ControlError(f"{len(keys)} keys are named; name at most {MOST_KEYS} at a time")
+    if len(keys) > MAX_KEYS:
+        raise ControlError(f"{len(keys)} keys are named; name at most {MAX_KEYS} at a time")
     for text in keys:
         if not HEXADECIMAL.fullmatch(text):
             raise ControlError(f"key {text[:80]!r} is not hexadecimal")

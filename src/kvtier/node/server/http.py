@@ -32,7 +32,7 @@ from kvtier.node.server.control import LoopCalls, NodeControl, NodeState, Tenant
 from kvtier.node.server.metrics import NodeMetrics
 from kvtier.node.server.node import CacheNode
 
-MOST_BODY_BYTES = 8 << 20
+MAX_BODY_BYTES = 8 << 20
 """Longest body of a request: the keys of 65,536 blocks, of 32 bytes each, take five eighths."""
 DISCARDED_BYTES = 64 << 20
 """So much of a longer one is read, since a client that still sends does not see the answer."""
@@ -100,10 +100,10 @@ class ShortBodies:
                     part: bytes = message.get("body", b"")
                     is_whole = not message.get("more_body", False)
                     num_bytes += len(part)
-                    if num_bytes <= MOST_BODY_BYTES:
+                    if num_bytes <= MAX_BODY_BYTES:
                         body += part
-            if num_bytes > MOST_BODY_BYTES:
-                refusal = _refused(f"the body has more than {MOST_BODY_BYTES} bytes", 413)
+            if num_bytes > MAX_BODY_BYTES:
+                refusal = _refused(f"the body has more than {MAX_BODY_BYTES} bytes", 413)
         except TimeoutError:
             refusal = _refused(f"the body did not arrive within {BODY_S:.0f} s", 408)
         if refusal is not None:

@@ -36,7 +36,7 @@ from kvtier.tiers.memory.slots import check_count
 
 logger = logging.getLogger(__name__)
 
-MOST_SLOTS = 1 << 26
+MAX_SLOTS = 1 << 26
 """Most slots of one block size. Each costs the node some bytes, used or not."""
 CANDIDATES = 8
 """Segments that are examined for a run of free neighbours before slots are taken from several."""
@@ -132,10 +132,10 @@ class NodeMemory:
 
     def check_block(self, block_bytes: int) -> None:
         """Raise ``ConfigError`` for a block size that no tier can have."""
-        if self.num_bytes // block_bytes > MOST_SLOTS:
+        if self.num_bytes // block_bytes > MAX_SLOTS:
             raise ConfigError(
                 f"a block of {block_bytes} bytes is too small: {self.num_bytes} bytes of memory "
-                f"would have more than {MOST_SLOTS} slots; use larger blocks"
+                f"would have more than {MAX_SLOTS} slots; use larger blocks"
             )
         if block_bytes > self.segment_bytes:
             raise ConfigError(

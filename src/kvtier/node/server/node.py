@@ -50,11 +50,11 @@ MARGIN_S = 1.0
 that asks. So partitions that are equally busy keep what they have."""
 BALANCE_S = 0.1
 """Seconds between decisions on which segments change hands."""
-MOST_RETIRING = 4
+MAX_RETIRING = 4
 """Segments of one tenant that may be retiring at a time. A tenant whose blocks are in use for long
 delays only itself."""
-MOST_PARTITIONS = 1024
-MOST_PARTITIONS_OF_TENANT = 64
+MAX_PARTITIONS = 1024
+MAX_PARTITIONS_OF_TENANT = 64
 """Each partition costs threads, and memory for each slot that it could have."""
 LINGER_S = 1.0
 """A partition is polled so long after its last use, then only with all others."""
@@ -140,10 +140,10 @@ class CacheNode:
         self.memory.check_block(key.block_bytes)
         others = [*self._numbers, *opening]
         num_own = sum(other.tenant == key.tenant for other in others)
-        if len(others) >= MOST_PARTITIONS or num_own >= MOST_PARTITIONS_OF_TENANT:
+        if len(others) >= MAX_PARTITIONS or num_own >= MAX_PARTITIONS_OF_TENANT:
             raise ConfigError(
                 f"tenant {key.tenant!r} has {num_own} rooms, the node {len(others)}: no more than "
-                f"{MOST_PARTITIONS_OF_TENANT} and {MOST_PARTITIONS} can be opened"
+                f"{MAX_PARTITIONS_OF_TENANT} and {MAX_PARTITIONS} can be opened"
             )
         return key
 
@@ -362,7 +362,7 @@ class CacheNode:
     def _may_lose(self, partition: Partition, wanting: str) -> bool:
         """Whether a segment may be taken from a partition for the tenant ``wanting``."""
         tenant = partition.key.tenant
-        if self._num_retiring[tenant] >= MOST_RETIRING:
+        if self._num_retiring[tenant] >= MAX_RETIRING:
             return False
         return tenant == wanting or self._num_held[tenant] > self._num_floor(tenant)
 

@@ -20,7 +20,7 @@ from kvtier.cache.block_cache import BlockState, Held, Reserved
 from kvtier.cache.ladder import LadderOptions, PendingLookup
 from kvtier.cache.local import LocalBlockCache, LocatedBlocks
 from kvtier.cache.transfer import LocalMover
-from kvtier.core.hints import Said
+from kvtier.core.hints import BlockHint
 from kvtier.core.keys import child_keys
 from kvtier.core.types import DEVICE, HOST, BlockId, Slot
 from kvtier.index import State, make_key_index
@@ -261,7 +261,7 @@ class Partition:
         for word, level, first, end, for_s in said:
             now = self._clock()
             try:
-                self._index.retain(keys, Said(word, level, first, end, now + for_s), now)
+                self._index.retain(keys, BlockHint(word, level, first, end, now + for_s), now)
             except (ValueError, OverflowError) as error:
                 logger.warning("hint ignored tenant=%s error=%s", self.key.tenant, error)
             yield

@@ -9,10 +9,10 @@ from blake3 import blake3
 
 from kvtier.core.errors import ConfigError
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
-from kvtier.node.wire.protocol import MOST_KEY_BYTES
+from kvtier.node.wire.protocol import MAX_KEY_BYTES
 
 FOLDER = re.compile(r"(.+)-((?:[0-9a-f]{2})+)-([0-9]+)-([0-9]+)")
-MOST_SCOPE_BYTES = 64
+MAX_SCOPE_BYTES = 64
 SCOPE_BYTES = 32
 """Bytes of the scopes of kvtier's engines."""
 OTHER_SCOPES = "kvtier room whose scope has another length"
@@ -41,7 +41,7 @@ class PartitionKey:
         if self.block_bytes < 1:
             raise ConfigError(f"a room can't have blocks of {self.block_bytes} bytes")
         for what, num in ("scope", len(self.scope)), ("keys", self.key_bytes):
-            limit = MOST_SCOPE_BYTES if what == "scope" else MOST_KEY_BYTES
+            limit = MAX_SCOPE_BYTES if what == "scope" else MAX_KEY_BYTES
             if not 1 <= num <= limit:
                 raise ConfigError(f"{what} of {num} bytes: a room can have 1 to {limit}")
 

@@ -16,7 +16,7 @@ from kvtier.control.contract import ControlError
 if TYPE_CHECKING:
     from kvtier.node.server.partition import Partition
 
-MOST_PINS = 1024
+MAX_PINS = 1024
 """Most pins of a partition."""
 
 
@@ -33,7 +33,7 @@ class Pin:
 
 
 class Pins:
-    """Pins of one partition, ``MOST_PINS`` at most.
+    """Pins of one partition, ``MAX_PINS`` at most.
 
     A pinned block keeps its whole segment from other partitions, so pins are counted in segments.
 
@@ -65,9 +65,9 @@ class Pins:
 
         Raises ``ControlError`` if the partition has too many pins.
         """
-        if len(self._pins) >= MOST_PINS:
+        if len(self._pins) >= MAX_PINS:
             raise ControlError(
-                f"room {self._partition.key.name} has {MOST_PINS} pins already; end some of them "
+                f"room {self._partition.key.name} has {MAX_PINS} pins already; end some of them "
                 "with --end, or wait until their time is over"
             )
         self._num_made += 1

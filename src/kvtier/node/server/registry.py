@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 0.05
 """Longest time between two looks at whether something has ended."""
-MOST_CONNECTIONS = 64
+MAX_CONNECTIONS = 64
 """Most open connections of one process."""
-MOST_CLIENTS = 64
+MAX_CLIENTS = 64
 """Most clients of one process, with those that were closed without a goodbye."""
-MOST_NAME_CHARS = 256
+MAX_NAME_CHARS = 256
 
 EngineKey = tuple[int, str, str]
 
@@ -78,8 +78,8 @@ class Registry:
 
     def enter(self, process: EngineProcess) -> None:
         """Count a new connection. Raises ``AttachError`` if the process has too many."""
-        if self._open[process.identity] >= MOST_CONNECTIONS:
-            raise AttachError(f"process {process.pid} has {MOST_CONNECTIONS} connections already")
+        if self._open[process.identity] >= MAX_CONNECTIONS:
+            raise AttachError(f"process {process.pid} has {MAX_CONNECTIONS} connections already")
         self._open[process.identity] += 1
 
     def leave(self, process: EngineProcess) -> None:
@@ -100,7 +100,7 @@ class Registry:
             check_tenant(tenant)
         except ConfigError as error:
             raise AttachError(str(error)) from None
-        if not 0 < len(hello.engine) <= MOST_NAME_CHARS:
+        if not 0 < len(hello.engine) <= MAX_NAME_CHARS:
             raise AttachError(f"the engine's name has {len(hello.engine)} letters")
         if not self.node.config.admits(tenant, process.uid):
             raise AttachError(
@@ -117,8 +117,8 @@ class Registry:
         if client is not None and client.process.identity != process.identity:
             raise AttachError(f"client {name[:64]!r} belongs to process {client.process.pid}")
         if client is None:
-            if self._num_clients[process.identity] >= MOST_CLIENTS or len(name) > MOST_NAME_CHARS:
-                raise AttachError(f"process {process.pid} has {MOST_CLIENTS} clients already")
+            if self._num_clients[process.identity] >= MAX_CLIENTS or len(name) > MAX_NAME_CHARS:
+                raise AttachError(f"process {process.pid} has {MAX_CLIENTS} clients already")
             try:
                 client = AttachedClient(process.copy(), users.add_client(engine.user, process.pid))
             except OSError as error:

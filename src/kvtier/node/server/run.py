@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = (LOOPBACK, "localhost")
-MOST_CONNECTIONS = 32
+MAX_CONNECTIONS = 32
 """Connections to the control socket, and to its port, beyond which idle ones are closed."""
 HEADER_S = 10.0
 WRITE_S = 30.0
@@ -157,7 +157,7 @@ class ControlServer:
 
 def _doorman() -> Doorman:
     return Doorman(
-        MOST_CONNECTIONS,
+        MAX_CONNECTIONS,
         HEADER_S,
         WRITE_S,
         lambda reason: logger.debug("control connection closed reason=%s", reason),
@@ -187,7 +187,7 @@ def _loopback(port: int) -> socket.socket:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((LOOPBACK, port))
-        made.listen(MOST_CONNECTIONS)  # clients wait until the thread accepts them
+        made.listen(MAX_CONNECTIONS)  # clients wait until the thread accepts them
     except OSError as error:
         made.close()
         raise ConfigError(

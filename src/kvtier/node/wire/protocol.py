@@ -8,7 +8,7 @@ them.
 
 No message occupies the node for long, whatever it contains: the goal is 20 ms of its event loop.
 Lengths are bounded by the types of the fields. The line *Work* of a message is the most that its
-handling costs. *In turns* means ``MOST_AT_ONCE`` keys or slots at a time: between two turns the
+handling costs. *In turns* means ``MAX_AT_ONCE`` keys or slots at a time: between two turns the
 node serves other connections, and after the last one the next message of this one.
 """
 
@@ -32,28 +32,28 @@ VERSION: Final = 1
 MAX_FRAME_BYTES: Final = 16 << 20
 MAX_FIRST_BYTES: Final = 64 << 10
 """Longest frame of a process that has not attached yet."""
-MOST_KEYS: Final = 1 << 16
+MAX_KEYS: Final = 1 << 16
 """Most keys of one message."""
-MOST_KEY_BYTES: Final = 120
-"""Longest key. ``MOST_KEYS`` of them, twice, fit into one frame."""
-MOST_STATEMENTS: Final = 2 * MAX_RANGES
+MAX_KEY_BYTES: Final = 120
+"""Longest key. ``MAX_KEYS`` of them, twice, fit into one frame."""
+MAX_STATEMENTS: Final = 2 * MAX_RANGES
 """Most statements of one message. A ``kvtier.core.hints.Hint`` has ``MAX_RANGES`` and two more."""
-MOST_AT_ONCE: Final = 1 << 11
+MAX_AT_ONCE: Final = 1 << 11
 """Keys or slots that a message which changes blocks handles in one turn."""
 RECEIVED_AT_ONCE: Final = 64 << 10
-MOST_KEPT_BYTES: Final = 1 << 20
+MAX_KEPT_BYTES: Final = 1 << 20
 """Memory for longer frames is given back."""
 SOCKET_BYTES: Final = 1 << 20
 """Memory of a socket for what its peer has not read, as far as the system grants it. A long prompt
 fits, so that sending it waits for nobody."""
 FRAME_HEADER: Final = struct.Struct("<I")
-MOST_FDS: Final = 2
+MAX_FDS: Final = 2
 FD_BYTES: Final = 4
 
 
-Keys: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MOST_KEYS * MOST_KEY_BYTES)]
+Keys: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * MAX_KEY_BYTES)]
 """Concatenated keys of blocks."""
-OneKey: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MOST_KEY_BYTES)]
+OneKey: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
 Slots: TypeAlias = bytes
 """Slots as ``pack`` has them, as many as fit into a frame: an engine may release those of many
 look-ups at once. Reading the most takes 10 ms."""
@@ -112,7 +112,7 @@ class OpenRequest(_Message):
     scope: digest of the namespace of all keys; the same bytes for keys that contain it already.
     block_bytes: bytes of a whole block. key_bytes: length of each key.
 
-    Work: one slab and one connection per store, opened by a thread; ``MOST_PARTITIONS`` of them.
+    Work: one slab and one connection per store, opened by a thread; ``MAX_PARTITIONS`` of them.
     """
 
     id: int
@@ -265,7 +265,7 @@ class ContinueNotice(PartitionNotice):
 
 
 Statement: TypeAlias = tuple[int, int, int, int, float]
-"""Fields of ``kvtier.core.hints.Said``; the time is in seconds from now."""
+"""Fields of ``kvtier.core.hints.BlockHint``; the time is in seconds from now."""
 
 
 class HintNotice(PartitionNotice):
@@ -275,7 +275,7 @@ class HintNotice(PartitionNotice):
     """
 
     keys: Keys
-    said: Annotated[list[Statement], msgspec.Meta(max_length=MOST_STATEMENTS)]
+    said: Annotated[list[Statement], msgspec.Meta(max_length=MAX_STATEMENTS)]
 
 
 class ReportNotice(_Message):
@@ -491,11 +491,11 @@ class Frames:
     def memory(self) -> memoryview:
         """Return memory to receive into. Frames that were taken are not valid any more."""
         before, num = self._memory, self._end - self._first
-        if not num and len(before) <= MOST_KEPT_BYTES:  # as it usually is
+        if not num and len(before) <= MAX_KEPT_BYTES:  # as it usually is
             self._first = self._end = 0
             return before
         size = max(RECEIVED_AT_ONCE, self._next_bytes())
-        if not size <= len(before) <= max(size, MOST_KEPT_BYTES):
+        if not size <= len(before) <= max(size, MAX_KEPT_BYTES):
             self._memory = memoryview(bytearray(size))
         self._memory[:num] = before[self._first : self._end]
         self._first, self._end = 0, num
@@ -537,7 +537,7 @@ class Frames:
 
 def receive(connection: socket.socket, frames: Frames) -> tuple[int, list[int]]:
     """Receive a part of a stream with file descriptors. Return its length and these."""
-    space = socket.CMSG_LEN(MOST_FDS * FD_BYTES)
+    space = socket.CMSG_LEN(MAX_FDS * FD_BYTES)
     num, told, _, _ = connection.recvmsg_into([frames.memory()], space)
     frames.received(num)
     fds = array("i")
@@ -548,8 +548,8 @@ def receive(connection: socket.socket, frames: Frames) -> tuple[int, list[int]]:
 
 
 def turns_of(num: int) -> Iterator[slice]:
-    """Return the positions of ``num`` keys or slots, ``MOST_AT_ONCE`` at a time."""
-    return (slice(at, min(at + MOST_AT_ONCE, num)) for at in range(0, num, MOST_AT_ONCE))
+    """Return the positions of ``num`` keys or slots, ``MAX_AT_ONCE`` at a time."""
+    return (slice(at, min(at + MAX_AT_ONCE, num)) for at in range(0, num, MAX_AT_ONCE))
 
 
 def pack(numbers: Sequence[int] | Int64s) -> bytes:
@@ -568,6 +568,6 @@ def split_keys(keys: bytes, key_bytes: int) -> PackedKeys:
     """Return concatenated keys. Raises ``ProtocolError`` for a part of one, or too many."""
     if len(keys) % key_bytes:
         raise ProtocolError(f"{len(keys)} bytes are no whole number of keys of {key_bytes} bytes")
-    if len(keys) > MOST_KEYS * key_bytes:
-        raise ProtocolError(f"{len(keys) // key_bytes} keys are more than {MOST_KEYS}")
+    if len(keys) > MAX_KEYS * key_bytes:
+        raise ProtocolError(f"{len(keys) // key_bytes} keys are more than {MAX_KEYS}")
     return PackedKeys(keys, key_bytes)

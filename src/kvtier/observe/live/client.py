@@ -35,17 +35,17 @@ from urllib.request import (
 from kvtier.core.errors import CacheError, ConfigError, printable
 from kvtier.core.system.hosts import is_local
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 """Most bytes of an answer."""
-MOST_LINE_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 """Most bytes of a line in a streamed answer."""
 PIECE_BYTES = 64 << 10
 """Most bytes of a streamed answer per read."""
-MOST_REFUSAL_BYTES = 64 << 10
+MAX_REFUSAL_BYTES = 64 << 10
 """Most bytes of an error's body that are read."""
-MOST_REASON = 200
+MAX_REASON = 200
 """Most characters of a library's error text that are shown."""
-MOST_SAID = 1000
+MAX_SAID = 1000
 """Most characters of a server's error message that are shown."""
 CUT = "the connection ended within the answer"
 
@@ -84,7 +84,7 @@ def error_message(body: object) -> str:
     """Return the message of an error of OpenAI's API, printable; "" if ``body`` is no error."""
     found = body.get("error", body) if isinstance(body, dict) else None
     said = found.get("message") if isinstance(found, dict) else found
-    return printable(said[:MOST_SAID]) if isinstance(said, str) else ""
+    return printable(said[:MAX_SAID]) if isinstance(said, str) else ""
 
 
 def check_url(url: str) -> str:
@@ -147,15 +147,15 @@ def fetch(
 
     Raises:
         RefusedError: the status is not 2xx.
-        NoAnswerError: no complete answer arrived within ``timeout_s`` and ``MOST_BYTES``.
+        NoAnswerError: no complete answer arrived within ``timeout_s`` and ``MAX_BYTES``.
     """
     with _answer(url, timeout_s, headers, content, api_key) as answer:
-        found: bytes = answer.read(MOST_BYTES + 1)
-        is_cut = len(found) <= MOST_BYTES and bool(answer.length)
+        found: bytes = answer.read(MAX_BYTES + 1)
+        is_cut = len(found) <= MAX_BYTES and bool(answer.length)
     if is_cut:
         raise NoAnswerError(url, CUT)
-    if len(found) > MOST_BYTES:
-        raise NoAnswerError(url, f"it sends more than {MOST_BYTES >> 20} MiB")
+    if len(found) > MAX_BYTES:
+        raise NoAnswerError(url, f"it sends more than {MAX_BYTES >> 20} MiB")
     return found
 
 
@@ -169,21 +169,21 @@ def stream(
     """Yield the lines of the answer as they arrive, without their line ends.
 
     Arguments and errors are those of ``fetch``; the timeout is for the whole answer. A line longer
-    than ``MOST_LINE_BYTES`` raises ``NoAnswerError``, too. Close the generator to leave the rest
+    than ``MAX_LINE_BYTES`` raises ``NoAnswerError``, too. Close the generator to leave the rest
     unread.
     """
     num_bytes, line = 0, bytearray()
     with _answer(url, timeout_s, headers, content, api_key) as answer:
         for piece in _pieces(answer):
             num_bytes += len(piece)
-            if num_bytes > MOST_BYTES:
-                raise NoAnswerError(url, f"it sends more than {MOST_BYTES >> 20} MiB")
+            if num_bytes > MAX_BYTES:
+                raise NoAnswerError(url, f"it sends more than {MAX_BYTES >> 20} MiB")
             line += piece
             if b"\n" in piece:
                 *whole, line = line.split(b"\n")
                 yield from (bytes(each.removesuffix(b"\r")) for each in whole)
-            if len(line) > MOST_LINE_BYTES:
-                raise NoAnswerError(url, f"it sends lines of over {MOST_LINE_BYTES >> 20} MiB")
+            if len(line) > MAX_LINE_BYTES:
+                raise NoAnswerError(url, f"it sends lines of over {MAX_LINE_BYTES >> 20} MiB")
     if line:
         yield bytes(line)
 
@@ -219,7 +219,7 @@ def _answer(
                     yield answer
             except HTTPError as error:
                 with error:
-                    raise RefusedError(url, error.code, error.read(MOST_REFUSAL_BYTES)) from None
+                    raise RefusedError(url, error.code, error.read(MAX_REFUSAL_BYTES)) from None
         except (OSError, ValueError, HTTPException) as error:
             is_late = deadline.is_over or isinstance(getattr(error, "reason", error), TimeoutError)
             raise NoAnswerError(url, _too_slow(timeout_s) if is_late else _reason(error)) from None
@@ -268,7 +268,7 @@ def _reason(error: Exception) -> str:
         return "it does not speak HTTP"
     why = getattr(error, "reason", error)
     text = (why.strerror if isinstance(why, OSError) else "") or str(why) or type(why).__name__
-    return printable(text[:MOST_REASON])
+    return printable(text[:MAX_REASON])
 
 
 class _NoRedirects(HTTPRedirectHandler):

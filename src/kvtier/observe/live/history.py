@@ -12,7 +12,7 @@ WINDOW_S = 60.0
 """Window of rates that are shown as "in the last minute"."""
 FLOW_S = 5.0
 """Window of rates that are shown as "now"; in a shorter one they would fluctuate."""
-MOST_AGE_S = 90.0
+MAX_AGE_S = 90.0
 """Age beyond which a reading is not used for the last minute, even if there is no younger one."""
 MOST = 256
 """Most readings that are kept."""
@@ -30,7 +30,7 @@ class History:
         """Add a reading that is newer than all before.
 
         The oldest reading kept is about a minute old. It is dropped if it is older than
-        ``MOST_AGE_S``, so that rates start anew after a pause without readings.
+        ``MAX_AGE_S``, so that rates start anew after a pause without readings.
         """
         if self._readings and reading.has_fallen(self._readings[-1]):
             self._readings.clear()
@@ -40,7 +40,7 @@ class History:
         self._readings.append(reading)
         while len(self._readings) > 2 and reading.at_s - self._readings[1].at_s >= WINDOW_S:
             self._readings.popleft()
-        if reading.at_s - self._readings[0].at_s > MOST_AGE_S:
+        if reading.at_s - self._readings[0].at_s > MAX_AGE_S:
             self._readings.popleft()
 
     @property

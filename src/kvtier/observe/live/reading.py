@@ -14,18 +14,18 @@ from kvtier.observe import specs
 
 Labels = tuple[tuple[str, str], ...]
 
-MOST_LINES = 50_000
+MAX_LINES = 50_000
 """Most lines of a text."""
-MOST_LINE = 16_384
+MAX_LINE = 16_384
 """Most characters of a line."""
-MOST_SERIES = 2000
+MAX_SERIES = 2000
 """Most series of one metric, after those that differ in other labels are summed."""
-MOST_PLACES = 64
+MAX_PLACES = 64
 """Most tiers and stores of one engine."""
-MOST_LABEL = 64
+MAX_LABEL = 64
 """Most characters of a label's value; the rest is cut."""
-MOST_VALUE = 2.0**63
-MOST_MODELS = 4
+MAX_VALUE = 2.0**63
+MAX_MODELS = 4
 """Most names of models that are kept."""
 MODEL = "model_name"
 INFO = frozenset({specs.SERVER_INFO.name, specs.NODE_INFO.name})
@@ -81,8 +81,8 @@ class Reading:
     @classmethod
     def parse(cls, text: str, at_s: float) -> Reading:
         """Return a reading from Prometheus' text format; raise ``UnreadableError`` otherwise."""
-        if text.count("\n") >= MOST_LINES or max(map(len, text.split("\n"))) > MOST_LINE:
-            raise UnreadableError(f"more than {MOST_LINES:,} lines, or one that is far too long")
+        if text.count("\n") >= MAX_LINES or max(map(len, text.split("\n"))) > MAX_LINE:
+            raise UnreadableError(f"more than {MAX_LINES:,} lines, or one that is far too long")
         try:
             return cls.of(text_string_to_metric_families(text), at_s)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -105,11 +105,11 @@ class Reading:
                 name = _canonical(sample.name)
                 if sample.name.endswith("_created") or not _is_possible(name, sample.value):
                     continue
-                model = printable(sample.labels.get(MODEL, "")[:MOST_LABEL])
-                if model and len(models) < MOST_MODELS:
+                model = printable(sample.labels.get(MODEL, "")[:MAX_LABEL])
+                if model and len(models) < MAX_MODELS:
                     models[model] = None
                 if name in INFO:
-                    version = printable(sample.labels.get("version", "")[:MOST_LABEL])
+                    version = printable(sample.labels.get("version", "")[:MAX_LABEL])
                 kept = _kept(name, sample.labels)
                 # The counters of a node's engine end with the engine.
                 may_fall = any(label == ENGINE for label, _ in kept)
@@ -117,7 +117,7 @@ class Reading:
                     growing.add(name)
                 by_labels = values.setdefault(name, {})
                 places.update(value for label, value in kept if label in PLACES)
-                if len(by_labels) > MOST_SERIES or len(places) > MOST_PLACES:
+                if len(by_labels) > MAX_SERIES or len(places) > MAX_PLACES:
                     raise UnreadableError("more series than one engine has")
                 before = by_labels.get(kept)
                 if before is None:
@@ -170,14 +170,14 @@ class Reading:
 
 def _is_possible(name: str, value: float) -> bool:
     """Whether a metric may have this value: it must not be negative, NaN or too large."""
-    return 0 <= value < MOST_VALUE or (name in INFINITE and isinf(value) and value > 0)
+    return 0 <= value < MAX_VALUE or (name in INFINITE and isinf(value) and value > 0)
 
 
 def _kept(name: str, labels: Mapping[str, str]) -> Labels:
     """Return the labels of a metric that are kept, as printable text."""
     names = KEPT_OF_NODE if name.startswith(specs.NODE_PREFIX) else KEPT
     kept = (item for item in labels.items() if item[0] in names)
-    return tuple(sorted((label, printable(value[:MOST_LABEL])) for label, value in kept))
+    return tuple(sorted((label, printable(value[:MAX_LABEL])) for label, value in kept))
 
 
 def _canonical(name: str) -> str:

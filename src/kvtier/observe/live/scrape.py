@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from kvtier.core.errors import CacheError
 from kvtier.observe.live.client import (
-    MOST_BYTES,
+    MAX_BYTES,
     NoAnswerError,
     RefusedError,
     UnixConnection,
@@ -53,7 +53,7 @@ def read_socket(path: Path) -> str:
     try:
         connection.request("GET", "/metrics")
         answer = connection.getresponse()
-        content = answer.read(MOST_BYTES)
+        content = answer.read(MAX_BYTES)
     except (OSError, HTTPException) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ScrapeError(f"{path} does not answer: {reason}") from None

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AttentionParams:
     """Everything but the tensors that determines a layer's attention.
 
     scaling: factor of the products of queries and keys.
@@ -30,7 +30,7 @@ def attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    form: Form,
+    form: AttentionParams,
 ) -> torch.Tensor:
     """Return the weighted values: [num_sequences, num_kv_heads, num_rows, value dim].
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.core.errors import ConfigError
-from kvtier.serve.engine.attention import Form, attention
+from kvtier.serve.engine.attention import AttentionParams, attention
 from kvtier.serve.engine.paged import TOO_FAR, PagedKV, Span, blocks_between, ring_rows, ring_table
 from kvtier.serve.engine.pool import KVPool, Rows
 
@@ -106,7 +106,7 @@ class BatchKV(PagedKV):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        form: Form,
+        form: AttentionParams,
     ) -> torch.Tensor:
         """Attend; query heads that share a KV head are folded into the token axis."""
         num_heads, num_sequences, dim = query.shape[1:]

@@ -38,7 +38,7 @@ LIMITS: dict[str, Any] = {
 A list of 128 KiB of words, or an object with 300 formatted fields, needs a third of them.
 """
 
-MOST_REMAINDERS = 100_000
+MAX_REMAINDERS = 100_000
 """llguidance makes a state of each remainder of a multipleOf, and its limits don't count them.
 
 100,000 take it 1.5 s and 40 MiB; 1,000,000 take 48 s and 0.4 GiB.
@@ -133,7 +133,7 @@ class Grammars:
             )
         if _has_many_remainders(lark):
             raise GrammarError(
-                f"its multipleOf, together, have more than the {MOST_REMAINDERS} remainders that "
+                f"its multipleOf, together, have more than the {MAX_REMAINDERS} remainders that "
                 "are compiled at most; use fewer, or rounder, numbers"
             )
         limits = LLParserLimits(**LIMITS)
@@ -190,7 +190,7 @@ def _has_many_remainders(lark: str) -> bool:
     for found in re.findall(r'"multipleOf": *([-+.\deE]+)', lark):
         digits = Decimal(found).normalize().as_tuple().digits
         together = math.lcm(together, int("".join(map(str, digits))) or 1)
-        if together > MOST_REMAINDERS:
+        if together > MAX_REMAINDERS:
             return True
     return False
 

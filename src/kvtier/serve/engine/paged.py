@@ -27,7 +27,7 @@ from kvtier.cache.transfer import LayerGate
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import Slot
 from kvtier.layout import Attention
-from kvtier.serve.engine.attention import Form, attention
+from kvtier.serve.engine.attention import AttentionParams, attention
 from kvtier.serve.engine.pool import KVPool, Rows
 
 ATTENTION = "kvtier_paged"
@@ -80,7 +80,7 @@ class ForwardKV(ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        form: Form,
+        form: AttentionParams,
     ) -> torch.Tensor:
         """Attend with packed queries [1, num_heads, num_tokens, dim], each over its own context.
 
@@ -165,7 +165,7 @@ class PromptKV(PagedKV):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        form: Form,
+        form: AttentionParams,
     ) -> torch.Tensor:
         """Attend with query heads folded into the token axis, so K and V are never repeated."""
         window = form.window if form.window < self._span.end else 0
@@ -288,7 +288,7 @@ def paged_attention(
             f"model: its attention ({type(module).__name__}) is given {what}, which the embedded "
             "engine does not compute"
         )
-    form = Form(
+    form = AttentionParams(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window or 0,
         softcap=softcap or 0.0,

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from kvtier.connectors.transformers.cache_layers import cache_argument
 from kvtier.core.errors import ConfigError, printable
 from kvtier.layout import Attention, DType, KVGroup, Part, latent_attention
-from kvtier.serve.engine.attention import Form
+from kvtier.serve.engine.attention import AttentionParams
 from kvtier.serve.engine.paged import ATTENTION, ForwardKV
 from kvtier.serve.engine.pool import KVPool
 from kvtier.serve.engine.runner import ModelRunner, Runner
@@ -240,7 +240,7 @@ class ProbeKV(ForwardKV):
 
     def __init__(self) -> None:
         self._stored: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self._calls: list[tuple[int, tuple[torch.Tensor, torch.Tensor], Form]] = []
+        self._calls: list[tuple[int, tuple[torch.Tensor, torch.Tensor], AttentionParams]] = []
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, kwargs: object = None
@@ -254,7 +254,7 @@ class ProbeKV(ForwardKV):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        form: Form,
+        form: AttentionParams,
     ) -> torch.Tensor:
         self._calls.append((layer, (key, value), form))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])

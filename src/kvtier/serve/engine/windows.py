@@ -33,7 +33,7 @@ from kvtier.serve.engine.paged import Span, ring_table
 from kvtier.serve.engine.pool import KVPool, Place
 from kvtier.serve.engine.runner import ModelRunner
 
-MOST_BUNDLES = 7
+MAX_BUNDLES = 7
 """Most bundles of a ring. A model in which fewer layers attend to all tokens keeps all tokens of
 some layers with a window, too, since each bundle has blocks of its own in index and tiers."""
 
@@ -57,7 +57,7 @@ class WindowLayers:
     @staticmethod
     def of(windows: Sequence[int]) -> WindowLayers | None:
         """Return the places of layers with these windows, 0 for all tokens; None without any."""
-        least = -(-len(windows) // (1 + MOST_BUNDLES))
+        least = -(-len(windows) // (1 + MAX_BUNDLES))
         whole = [layer for layer, window in enumerate(windows) if not window]
         limited = [layer for layer, window in enumerate(windows) if window]
         num_more = max(0, least - len(whole))

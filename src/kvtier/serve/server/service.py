@@ -112,7 +112,7 @@ class Encode(Protocol):
     def __call__(self, text: str, *, special_tokens: bool = False) -> list[int]: ...
 
 
-MOST_TENANTS = 4096
+MAX_TENANTS = 4096
 """Most names of tenants that are remembered, for the control."""
 ESCAPED = 6
 r"""Maximum bytes of a character in JSON, written as \u and four digits."""
@@ -372,7 +372,7 @@ class Service:
                 span.end({}, error.code or type(error).__name__)
             raise
         self._generations.add(generation)
-        if len(self.tenants) < MOST_TENANTS:
+        if len(self.tenants) < MAX_TENANTS:
             self.tenants.add(asked.cache_salt)
         self.metrics.hinted(asked.kv_hints.actions)
         return generation

@@ -42,7 +42,7 @@ HEAD: Final = Struct("<4sBBHQQII24sQ")
 HEAD_BYTES: Final = HEAD.size
 BODY: Final = Struct("<II")
 ENCRYPTED: Final = 1
-MOST_OVERHEAD: Final = HEAD_BYTES + BODY.size + TAG_BYTES
+MAX_OVERHEAD: Final = HEAD_BYTES + BODY.size + TAG_BYTES
 """Most bytes of a frame beyond those of its block."""
 SMOOTHING: Final = 0.1
 """Weight of a new measurement."""
@@ -204,7 +204,7 @@ class BlockCoder:
     @property
     def most_bytes(self) -> int:
         """Most bytes of a frame."""
-        return self.block_bytes + MOST_OVERHEAD
+        return self.block_bytes + MAX_OVERHEAD
 
     def can_read(self, codec: int, key_id: int) -> bool:
         """Return whether frames of this codec and key can be decoded.

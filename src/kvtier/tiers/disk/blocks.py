@@ -17,7 +17,7 @@ from kvtier.core.hot import SlotTable
 from kvtier.core.types import BlockKey, BlockName, Slot
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
-from kvtier.tiers.base import Room
+from kvtier.tiers.base import SlotAllocator
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk.direct import Pool, PoolPath, describe_path
 from kvtier.tiers.disk.format.membership import leave
@@ -45,7 +45,7 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
-class DiskBlocks(Room):
+class DiskBlocks(SlotAllocator):
     """Slots for blocks on local disks. Blocks are found again after a restart or a crash.
 
     Args:

@@ -15,7 +15,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.types import BlockKey, Direct
 from kvtier.layout import KVGroup
 from kvtier.tiers.codecs.encryption import names_key, read_keyring
-from kvtier.tiers.codecs.frame import MOST_OVERHEAD, BlockCoder, FrameHead
+from kvtier.tiers.codecs.frame import MAX_OVERHEAD, BlockCoder, FrameHead
 from kvtier.tiers.disk.bounce import ALIGNMENT, Bounce
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.pieces import Pieces
@@ -36,7 +36,7 @@ def sealed_bytes(options: DiskOptions, block_bytes: int, num_parts: int) -> int:
     if not names_key(options.encryption_key):
         return block_bytes
     step = ALIGNMENT * num_parts
-    return -(-(block_bytes + MOST_OVERHEAD) // step) * step
+    return -(-(block_bytes + MAX_OVERHEAD) // step) * step
 
 
 def make_sealing(options: DiskOptions, group: KVGroup) -> Sealing | None:

@@ -23,7 +23,7 @@ from kvtier.core.errors import Closed
 from kvtier.core.system.process import OwnerProcess
 from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import Uint8s
-from kvtier.tiers.codecs.frame import MOST_OVERHEAD
+from kvtier.tiers.codecs.frame import MAX_OVERHEAD
 from kvtier.tiers.disk.bounce import ALIGNMENT, Bounce
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Headers
@@ -53,7 +53,7 @@ class BounceRows(Bounce):
     """
 
     def __init__(self, num_rows: int, block_bytes: int) -> None:
-        self.value_bytes = HEADER_BYTES + block_bytes + MOST_OVERHEAD
+        self.value_bytes = HEADER_BYTES + block_bytes + MAX_OVERHEAD
         super().__init__(num_rows, -(-self.value_bytes // ALIGNMENT) * ALIGNMENT)
         self.begins = self.addresses
         self.addresses = self.begins + np.uint64(HEADER_BYTES)
@@ -65,7 +65,7 @@ class BounceRows(Bounce):
     @classmethod
     def for_blocks(cls, block_bytes: int, max_rows: int = MAX_ROWS) -> BounceRows:
         """Return a buffer with as many rows as ``ROWS_BYTES`` has room for."""
-        value_bytes = HEADER_BYTES + block_bytes + MOST_OVERHEAD
+        value_bytes = HEADER_BYTES + block_bytes + MAX_OVERHEAD
         return cls(min(max_rows, ROWS_BYTES // value_bytes), block_bytes)
 
     def set_headers(self, headers: Sequence[bytes]) -> None:

@@ -32,7 +32,7 @@ NUM_PROMPTS, PROMPT_TOKENS = 4, 512
 """Prompts of the benchmark's own, from the interpreter's library."""
 LOADED_SHARE = 0.75
 """Part of a prompt whose KV is loaded; rounded down to blocks."""
-MOST_COMPUTED = 256
+MAX_COMPUTED = 256
 """Most tokens, about, that are computed after it: their logits are kept."""
 
 Float64s = npt.NDArray[np.float64]
@@ -265,7 +265,7 @@ def _prompts(model: LoadedModel, options: CodecOptions) -> tuple[list[list[int]]
 
 def _loaded_tokens(num_tokens: int, block_size: int) -> int:
     """Return how many tokens of a prompt are loaded: whole blocks, at least one, never all."""
-    wanted = max(int(num_tokens * LOADED_SHARE), num_tokens - MOST_COMPUTED)
+    wanted = max(int(num_tokens * LOADED_SHARE), num_tokens - MAX_COMPUTED)
     return max(block_size, min(wanted, num_tokens - 1) // block_size * block_size)
 
 

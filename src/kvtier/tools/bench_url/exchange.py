@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.core.errors import CacheError
 from kvtier.observe.live.client import NoAnswerError, RefusedError, error_message, stream
 
-MOST_TOKENS = 1 << 40
+MAX_TOKENS = 1 << 40
 """Largest number of tokens that a server may report."""
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 """Fields of a chat's delta that hold tokens. The first one is the answer."""
@@ -167,6 +167,6 @@ def _count(value: object) -> int | None:
     """Return a number of tokens; None if the server reports none."""
     if value is None:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_TOKENS:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_TOKENS:
         raise TypeError("a number of tokens expected")
     return value

@@ -21,7 +21,7 @@ SAMPLE_BEGINNING = "Characters per token are measured by this text.\n"
 """First line of that text, so that no conversation shares a prefix with it."""
 DISTINCT_CHARACTERS = 64
 """No two turns of the user begin with the same characters of this number."""
-MOST_CHARACTERS_PER_TOKEN = 16.0
+MAX_CHARACTERS_PER_TOKEN = 16.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,4 +182,4 @@ def _characters_per_token(endpoint: Endpoint, text: str) -> float:
         raise ConfigError(f"url: {endpoint.server}{endpoint.path}: {error}") from error
     if not found.prompt_tokens:
         raise ConfigError(f"url: {endpoint.server} does not report usage.prompt_tokens")
-    return min(len(text) / found.prompt_tokens, MOST_CHARACTERS_PER_TOKEN)
+    return min(len(text) / found.prompt_tokens, MAX_CHARACTERS_PER_TOKEN)

@@ -39,9 +39,9 @@ _SHAPE = {
     "too_few_measurements": [{"of": str, "number": int}],
 }
 """Shape of the explanation that ``show`` reads; a list has elements of one shape."""
-MOST_ROWS = 10_000
-MOST_NUMBER = 2**63
-MOST_TEXT = 1000
+MAX_ROWS = 10_000
+MAX_NUMBER = 2**63
+MAX_TEXT = 1000
 
 
 def is_explanation(value: Any) -> bool:
@@ -55,13 +55,13 @@ def _fits(value: Any, shape: Any) -> bool:
             name in value and _fits(value[name], each) for name, each in shape.items()
         )
     if isinstance(shape, list):
-        is_list = isinstance(value, list) and len(value) <= MOST_ROWS
+        is_list = isinstance(value, list) and len(value) <= MAX_ROWS
         return is_list and all(_fits(each, shape[0]) for each in value)
     if not isinstance(value, shape) or isinstance(value, bool):
         return False
     if isinstance(value, str):
-        return len(value) <= MOST_TEXT
-    return value is None or 0 <= value < MOST_NUMBER
+        return len(value) <= MAX_TEXT
+    return value is None or 0 <= value < MAX_NUMBER
 
 
 PLACES = {DEVICE: "device memory", HOST: "host memory", DISK: "disk", COMPUTED: "computed"}

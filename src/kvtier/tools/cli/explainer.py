@@ -6,7 +6,7 @@ import json
 from typing import Any, cast
 
 from kvtier.core.errors import ConfigError
-from kvtier.observe.live.client import MOST_SAID, NoAnswerError, RefusedError, fetch, server_url
+from kvtier.observe.live.client import MAX_SAID, NoAnswerError, RefusedError, fetch, server_url
 from kvtier.tools.cli.explained import is_explanation
 
 HEADER = "X-KVTier-Explain"
@@ -22,7 +22,7 @@ class Explainer:
     def model(self) -> str:
         """Return the name of the server's first model."""
         try:
-            return str(self._ask("/v1/models")["data"][0]["id"])[:MOST_SAID]
+            return str(self._ask("/v1/models")["data"][0]["id"])[:MAX_SAID]
         except (KeyError, IndexError, TypeError) as error:
             raise ConfigError(f"url: {self.url} answers, but is no server of models") from error
 

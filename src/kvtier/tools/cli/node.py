@@ -54,7 +54,7 @@ Tenant = Annotated[
     str, typer.Option("--tenant", help="cache_salt of the prompt's requests, for a server.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Room = Annotated[
+SlotAllocator = Annotated[
     str,
     typer.Option(
         "--room",
@@ -194,7 +194,7 @@ def status(socket: Socket = SOCKET, as_json: AsJson = False) -> None:
 @app.command()
 def lookup(
     keys: Keys = None,
-    room: Room = "",
+    room: SlotAllocator = "",
     prompt: Prompt = None,
     tenant: Tenant = "",
     timeout_s: Wait = 10.0,
@@ -208,7 +208,7 @@ def lookup(
 @app.command()
 def prefetch(
     keys: Keys = None,
-    room: Room = "",
+    room: SlotAllocator = "",
     prompt: Prompt = None,
     tenant: Tenant = "",
     timeout_s: Wait = 10.0,
@@ -222,7 +222,7 @@ def prefetch(
 @app.command()
 def pin(
     keys: Keys = None,
-    room: Room = "",
+    room: SlotAllocator = "",
     for_s: Annotated[
         float, typer.Option("--for-s", help="Seconds for which the blocks stay in memory.")
     ] = 600.0,

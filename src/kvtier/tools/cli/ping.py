@@ -14,7 +14,7 @@ from kvtier.tools.cli.api_keys import KEY_VARIABLE, take_key
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MOST_SHOWN = 200
+MAX_SHOWN = 200
 """Most characters of a name, and most models, that are read from a server's answer."""
 TIMEOUT_S = 5.0
 
@@ -97,9 +97,9 @@ def models_of(server: str, key: str | None, timeout_s: float) -> list[dict[str, 
         ConfigError: the server reports no models.
     """
     try:
-        first, *rest = _json(f"{server}/v1/models", key, timeout_s)["data"][:MOST_SHOWN]
+        first, *rest = _json(f"{server}/v1/models", key, timeout_s)["data"][:MAX_SHOWN]
         return [
-            {"name": str(each["id"])[:MOST_SHOWN], "max_tokens": _length(each)}
+            {"name": str(each["id"])[:MAX_SHOWN], "max_tokens": _length(each)}
             for each in (first, *rest)
         ]
     except (ValueError, RecursionError, LookupError, TypeError):
@@ -116,7 +116,7 @@ def _version(server: str, key: str | None, timeout_s: float) -> str | None:
     from kvtier.observe.live.client import NoAnswerError, RefusedError
 
     try:
-        return str(_json(f"{server}/version", key, timeout_s)["version"])[:MOST_SHOWN]
+        return str(_json(f"{server}/version", key, timeout_s)["version"])[:MAX_SHOWN]
     except (NoAnswerError, RefusedError, ValueError, RecursionError, LookupError, TypeError):
         return None
 

@@ -34,7 +34,7 @@ LATE = Done(num_ranks=0, is_late=True)
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _PendingOrder:
     order: RankOrder
     job: Job
     since: float
@@ -74,7 +74,7 @@ class RankExecutor:
         self._clock = clock
         self._memory = memory
         self._mover = mover
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, _PendingOrder] = {}
         self._done: dict[int, Done] = {}
 
     def carry_out(self, order: RankOrder) -> None:
@@ -97,7 +97,7 @@ class RankExecutor:
                 self._begin(order)
             case Verb.FIND:
                 job = self._mover.find(order.tier, keys_in(order.keys))
-                self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
+                self._under_way[order.order_id] = _PendingOrder(order, job, self._clock())
             case Verb.DIGEST | Verb.LIST | Verb.CLEAR:
                 self._tellings[order.tier].begin(order)
                 self._is_telling = True
@@ -111,7 +111,7 @@ class RankExecutor:
             ends = ends[::-1]
         move = Move(*ends, order.slots, order.slots, order.names)
         job = self._mover.begin(move, order.urgent)
-        self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
+        self._under_way[order.order_id] = _PendingOrder(order, job, self._clock())
 
     def read(self, order: RankOrder, blocks: Blocks) -> Job:
         """Begin a read order that came with a load of the engine's.
@@ -119,7 +119,7 @@ class RankExecutor:
         blocks: the target memory. The job ends before its report is taken.
         """
         job = self._mover.read(order.tier, order.names, blocks, order.urgent)
-        self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
+        self._under_way[order.order_id] = _PendingOrder(order, job, self._clock())
         return job
 
     def _turn(self, order: RankOrder) -> None:
@@ -182,7 +182,7 @@ class RankExecutor:
             if each.route == route and each.order.verb is not Verb.FIND:
                 each.since = self._clock()
 
-    def _takes_too_long(self, each: _UnderWay) -> bool:
+    def _takes_too_long(self, each: _PendingOrder) -> bool:
         limit_s = TIMEOUT_S[each.order.verb.value] + LATE_S
         if each.order.verb is Verb.FIND:  # the limit is the requests' patience
             limit_s = each.order.patience_s
@@ -204,7 +204,7 @@ class RankExecutor:
         return not self._mover.close(timeout_s)
 
 
-def _done(ended: _UnderWay) -> Done:
+def _done(ended: _PendingOrder) -> Done:
     job = ended.job
     if isinstance(job, FindJob):
         return _found(ended.order, job)

@@ -20,7 +20,7 @@ from kvtier.connectors.sglang.shared.prompt_reporting import keys_up_to
 logger = logging.getLogger(__name__)
 
 TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
-MOST_NOTED = 4096
+MAX_NOTED = 4096
 """Most requests remembered: those reported lately, and those not reported yet."""
 
 
@@ -109,7 +109,7 @@ class PrefetchWatch:
             return  # some cached pages are not hashed yet
         self._known[request.rid] = num_tokens
         self._known.move_to_end(request.rid)
-        while len(self._known) > MOST_NOTED:
+        while len(self._known) > MAX_NOTED:
             self._known.popitem(last=False)
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -129,7 +129,7 @@ class RequestReports:
     def __init__(self, asked: Callable[[list[bytes]], object], page_size: int) -> None:
         self._asked = asked
         self._page_size = page_size
-        self._noted: deque[QueuedRequest] = deque(maxlen=MOST_NOTED)
+        self._noted: deque[QueuedRequest] = deque(maxlen=MAX_NOTED)
 
     def note(self, joined: QueuedRequest) -> None:
         """Queue a request. Constant time, whatever the length of its prompt."""

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 DRAIN_S = 60.0
 """Longest wait for copies in flight when SGLang exits."""
-MOST_DEPTHS = 1 << 16
+MAX_DEPTHS = 1 << 16
 """Most pages whose position in the prompt is remembered until they are stored."""
 
 
@@ -185,7 +185,7 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def _remember(self, keys: Sequence[bytes], first: int) -> None:
         """Remember the position in the prompt of pages that will be computed."""
-        if len(self._depths) + len(keys) > MOST_DEPTHS:
+        if len(self._depths) + len(keys) > MAX_DEPTHS:
             self._depths.clear()
         self._depths.update(zip(keys, range(first, first + len(keys)), strict=True))
 

@@ -34,7 +34,7 @@ from kvtier.plan.decide import (
 logger = logging.getLogger(__name__)
 
 NOWHERE, MEMORY, UNKNOWN = BlockState.NOWHERE, BlockState.MEMORY, BlockState.UNKNOWN
-MOST_VISITS = 4096
+MAX_VISITS = 4096
 """Most requests remembered, since SGLang does not report all that end."""
 
 
@@ -143,7 +143,7 @@ class PromptPromotion:
             is_unknown = asked and any(UNKNOWN in place[:num_wanted] for place in places.values())
             wait = Wait(decision.until_s, reads, asked if is_unknown else ())
             self._visits[rid] = PromptState(wait, began_s)
-            while len(self._visits) > MOST_VISITS:
+            while len(self._visits) > MAX_VISITS:
                 self._visits.pop(next(iter(self._visits)))
         else:
             end = loads = decision.end if isinstance(decision, LoadUpTo) else prompt.num_cached
@@ -176,7 +176,7 @@ class PromptPromotion:
         if num_pages > 0 and rid not in self._declined:
             self._declined[rid] = None
             self._caches[KV].costs.planned(0, num_pages)
-            while len(self._declined) > MOST_VISITS:
+            while len(self._declined) > MAX_VISITS:
                 self._declined.pop(next(iter(self._declined)))
 
     def _tell(self, rid: str) -> Tell | None:
@@ -186,7 +186,7 @@ class PromptPromotion:
 
         def tell(decision: Decision) -> None:
             self._explained[rid] = None
-            while len(self._explained) > MOST_VISITS:
+            while len(self._explained) > MAX_VISITS:
                 self._explained.pop(next(iter(self._explained)))
             logger.debug("prompt request=%s %s", printable(rid), explain(decision))
 

@@ -14,7 +14,7 @@ LOSS = "what prefill takes is not known, all KV that is found is loaded, and not
 Ended = Callable[[Any], None]
 """Called with each SGLang ``Req`` that was computed and has finished. Must not raise."""
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-MOST_STEPS = 16
+MAX_STEPS = 16
 """Most steps in progress; SGLang has dropped older ones."""
 
 
@@ -65,7 +65,7 @@ class PrefillWatch:
         result = run(scheduler, batch, *rest)
         if step is not None:
             self._begun[id(result)] = step
-            while len(self._begun) > MOST_STEPS:
+            while len(self._begun) > MAX_STEPS:
                 self._begun.popitem(last=False)
         return result
 

@@ -37,7 +37,7 @@ PAGE_BYTES = 4096
 """Blocks end at multiples of this, so that disks can read them directly."""
 PROBE_TOKENS = 2
 CHECK_TOKENS = 12
-MOST_DIFFERENCE, MOST_MEDIAN = 1e-2, 1e-1
+MAX_DIFFERENCE, MAX_MEDIAN = 1e-2, 1e-1
 """Largest difference of a token's logits from those in one shot, relative to its largest logit: of
 the worst token in float32, else of the median one: rounding sends tokens to other experts."""
 
@@ -231,7 +231,7 @@ class CacheLayers:
         off = (whole - parts).abs().amax(-1) / scale
         is_exact = model.dtype is torch.float32
         difference = float(off.max() if is_exact else off.median())
-        if difference > (MOST_DIFFERENCE if is_exact else MOST_MEDIAN):
+        if difference > (MAX_DIFFERENCE if is_exact else MAX_MEDIAN):
             raise UnsupportedModelError(
                 f"its logits differ by {difference:.0e} of their scale where a prompt is computed "
                 "in two parts"

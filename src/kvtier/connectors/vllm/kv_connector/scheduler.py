@@ -213,13 +213,13 @@ class SchedulerHalf:
                 wanted.append((tracked, end))
         if not wanted:
             return
-        rooms = self.manager.begin_stores(
+        reservations = self.manager.begin_stores(
             [(tracked.keys[tracked.num_stored : end], tracked.state) for tracked, end in wanted]
         )
-        for (tracked, end), room in zip(wanted, rooms, strict=True):
-            if room is not None:  # else it is tried again when the request is due again
+        for (tracked, end), reserved in zip(wanted, reservations, strict=True):
+            if reserved is not None:  # else it is tried again when the request is due again
                 tracked.num_stored = end
-                self._begin_store(tracked, room)
+                self._begin_store(tracked, reserved)
 
     def _end_to_store(self, tracked: Tracked, num_computed: int) -> int:
         """Return how many of a request's first blocks may be stored."""
@@ -230,18 +230,18 @@ class SchedulerHalf:
             num_tokens = min(num_tokens, tracked.request.num_prompt_tokens)
         return min(num_tokens // self._block, len(tracked.keys))
 
-    def _begin_store(self, tracked: Tracked, room: Reserved) -> None:
+    def _begin_store(self, tracked: Tracked, reserved: Reserved) -> None:
         """Order the ranks to copy new blocks into their slots."""
-        if not room.keys:
+        if not reserved.keys:
             return
         num, pages = self._facts.pages_per_block, tracked.pages
         stored: list[int] = []
-        for key in room.keys:
+        for key in reserved.keys:
             at = tracked.state.request.ends[key] // self._page
             stored += pages[at - num : at]
-        assert len(stored) == num * len(room.keys), "a block whose pages vLLM has not told"
-        slots = BlockSlots(room.slots, guard=room.guard)
-        job = self._begin_job(tracked, room.keys, PageRange(stored), slots, is_store=True)
+        assert len(stored) == num * len(reserved.keys), "a block whose pages vLLM has not told"
+        slots = BlockSlots(reserved.slots, guard=reserved.guard)
+        job = self._begin_job(tracked, reserved.keys, PageRange(stored), slots, is_store=True)
         tracked.stores.add(job.job_id)
         self._stores.append(job)
 

@@ -69,11 +69,13 @@ class OffloadedTiers(TierManager, OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
-        room = self.begin_store(keys, _state(req_context))
-        if room is None:  # vLLM would log a warning for every None
-            room = Reserved((), (), [])
+        reserved = self.begin_store(keys, _state(req_context))
+        if reserved is None:  # vLLM would log a warning for every None
+            reserved = Reserved((), (), [])
         return PrepareStoreOutput(
-            room.keys, HostSlots(BlockSlots(room.slots, guard=room.guard)), room.evicted
+            reserved.keys,
+            HostSlots(BlockSlots(reserved.slots, guard=reserved.guard)),
+            reserved.evicted,
         )
 
     def complete_store(

@@ -232,14 +232,16 @@ class TierManager:
         if len(wanted) == 1:
             return [self.begin_store(*wanted[0])]
         asked = [(self._kept(keys, state), state) for keys, state in wanted]
-        room = self.cache.reserve([key for keys, _ in asked for key in keys])
-        if room is None:  # there may be room for some
+        reserved = self.cache.reserve([key for keys, _ in asked for key in keys])
+        if reserved is None:  # there may be room for some
             return [self._reserve(keys, state) for keys, state in asked]
-        slots = dict(zip(room.keys, room.slots, strict=True))
+        slots = dict(zip(reserved.keys, reserved.slots, strict=True))
         found: list[Reserved | None] = []
         for keys, state in asked:
             new_keys = [key for key in keys if key in slots]
-            found.append(Reserved(new_keys, [slots.pop(key) for key in new_keys], [], room.guard))
+            found.append(
+                Reserved(new_keys, [slots.pop(key) for key in new_keys], [], reserved.guard)
+            )
             state.used_keys.update(dict.fromkeys(keys))
         return found
 
@@ -251,10 +253,10 @@ class TierManager:
         return keys
 
     def _reserve(self, keys: Collection[bytes], state: RequestState | None) -> Reserved | None:
-        room = self.cache.reserve(keys)
-        if room is not None and state is not None:
+        reserved = self.cache.reserve(keys)
+        if reserved is not None and state is not None:
             state.used_keys.update(dict.fromkeys(keys))
-        return room
+        return reserved
 
     def _begin(self, state: RequestState) -> None:
         """Report the request to the policy, if this is the first time that its blocks matter."""

@@ -10,7 +10,7 @@ from kvtier.connectors.vllm.shared.prompt import group_key
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-MOST_BLOCKS = 2048
+MAX_BLOCKS = 2048
 """Most blocks reported per prompt, and per step. Each costs a third of a microsecond on the
 scheduler's thread. A burst of requests is reported over the following steps in order of arrival;
 of a longer prompt only its beginning is reported."""
@@ -48,7 +48,7 @@ class QueuedRequests:
 
     def end_step(self) -> None:
         """Report requests that came before this step and were not scheduled in it."""
-        num_left = MOST_BLOCKS
+        num_left = MAX_BLOCKS
         while self._new and num_left > 0:
             request_id = next(iter(self._new))
             keys = self._keys(self._new.pop(request_id))
@@ -59,5 +59,5 @@ class QueuedRequests:
 
     def _keys(self, request: Request) -> list[bytes]:
         every = self._hashes_per_block
-        block_hashes = request.block_hashes[every - 1 : every * MOST_BLOCKS : every]
+        block_hashes = request.block_hashes[every - 1 : every * MAX_BLOCKS : every]
         return [group_key(block_hash, self._group) for block_hash in block_hashes]

@@ -19,7 +19,7 @@ from kvtier.index import make_key_index
 from kvtier.index.policies.replayed import LRU
 from kvtier.node.client.cache import NodeCache
 from kvtier.node.client.channel import NodeClient
-from kvtier.tiers import DistantRoom, Quota, Room
+from kvtier.tiers import DistantAllocator, Quota, SlotAllocator
 
 PIECE_BYTES = 16 << 20
 """Bytes that a rank reads from its disk, or writes to it, at a time."""
@@ -34,7 +34,7 @@ class EngineTiers:
     """
 
     cache: BlockCache
-    host: DistantRoom | None = None
+    host: DistantAllocator | None = None
     direct_reads: DirectReads | None = None
 
     @property
@@ -50,7 +50,7 @@ class EngineTiers:
 
 def rank_tiers(
     mover: RankMover,
-    room: Mapping[str, int],
+    reserved: Mapping[str, int],
     names: VllmNames,
     shape: Shape,
     bytes_per_day: int = 0,
@@ -74,15 +74,15 @@ def rank_tiers(
         told = mover.num_blocks(tier)
         return own if told is None else min(own, told)
 
-    host = DistantRoom(room[HOST])
-    rooms: dict[str, Room] = {HOST: host}
-    rooms |= {name: Quota(partial(limit, name, room[name])) for name in mover.storages}
-    policies = dict.fromkeys(rooms, eviction_policy if shape.is_cut_alike else LRU)
+    host = DistantAllocator(reserved[HOST])
+    reservations: dict[str, SlotAllocator] = {HOST: host}
+    reservations |= {name: Quota(partial(limit, name, reserved[name])) for name in mover.storages}
+    policies = dict.fromkeys(reservations, eviction_policy if shape.is_cut_alike else LRU)
     group_bytes = 0 if shape.has_one_group else GROUP_BYTES
     index = make_key_index(policies, lambda: names.digest, group_bytes)
     cache = LocalBlockCache(
         index,
-        rooms,
+        reservations,
         mover,
         LadderOptions(
             shape.bytes_per_block,

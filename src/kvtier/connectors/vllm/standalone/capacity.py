@@ -13,7 +13,7 @@ from itertools import islice, takewhile
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.hints import Said
+from kvtier.core.hints import BlockHint
 from kvtier.index.policies.live import LivePolicy
 
 Names = npt.NDArray[np.uint64]
@@ -33,8 +33,8 @@ class Path:
         is_cut: one of its blocks was not admitted, so the blocks behind it are not, either.
     """
 
-    def __init__(self, room: GuestTier, names: Names) -> None:
-        self.room = room
+    def __init__(self, reserved: GuestTier, names: Names) -> None:
+        self.reserved = reserved
         self.names = names
         self.last: int | None = None
         self.is_cut = False
@@ -73,12 +73,12 @@ class GuestTier:
                 self._welcome(names[found:], path)
         return path
 
-    def retain(self, names: Names, said: Said, now_s: float) -> None:
+    def retain(self, names: Names, block_hint: BlockHint, now_s: float) -> None:
         """Record the retention hint of one KV group of a prompt that was reported by ``ask``.
 
         A hint has no effect on guests: they are evicted before all other blocks.
         """
-        self._live.retain(names, said, now_s)
+        self._live.retain(names, block_hint, now_s)
 
     def _welcome(self, names: Names, path: Path) -> None:
         """Turn guests that a request uses into ordinary blocks, and as many others into guests.

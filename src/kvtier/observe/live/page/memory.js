@@ -2,7 +2,7 @@
 
 import { made, size } from "./words.js";
 
-const HEIGHT = 18, BAR = 12, MOST_TENANTS = 12, COLOURS = 6;
+const HEIGHT = 18, BAR = 12, MAX_TENANTS = 12, COLOURS = 6;
 
 export class Memory {
   constructor(parent) {
@@ -19,7 +19,7 @@ export class Memory {
     const width = this.parent.clientWidth;
     if (!width || !this.node) return;
     const tenants = this.node.tenants.slice().sort((one, other) => other.memory_bytes - one.memory_bytes);
-    const rows = [byShape(this.node), ...tenants.slice(0, MOST_TENANTS).map(byTenant)];
+    const rows = [byShape(this.node), ...tenants.slice(0, MAX_TENANTS).map(byTenant)];
     this.parent.replaceChildren(...rows.map((row) => this.#figure(row, width)));
   }
 

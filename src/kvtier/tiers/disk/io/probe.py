@@ -30,7 +30,7 @@ from kvtier.tiers.disk.io.vendors import KINDS
 LIMIT_S: Final = 30.0
 """Time limit of a whole probe. Opening cuFile's driver and its first transfer take seconds."""
 TRIAL: Final = "kvtier.tiers.disk.io.trial"
-MOST_LINES: Final = 12
+MAX_LINES: Final = 12
 """Lines of a library's log that a step keeps."""
 OF_DEVICE: Final = {"cuda": ("cufile", "hipfile"), "npu": ("nds",)}
 """File libraries by torch's name of the accelerator."""
@@ -190,7 +190,7 @@ def _step(
         tried = _run(arguments, variables, ends_at, limit_s)
         lines = log.read_text(errors="replace") if log.exists() else ""
     found = (line.strip() for line in re.findall(r"\bERROR +\S+ (.*)", lines))
-    return Step(reach, tried, tuple(dict.fromkeys(found))[:MOST_LINES])
+    return Step(reach, tried, tuple(dict.fromkeys(found))[:MAX_LINES])
 
 
 def _run(

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 NUM_READS: Final = 16
 """Concurrent reads of manifests."""
 NUM_MERGED: Final = 64
-MOST_AHEAD_NS: Final = 15 * 60 * 10**9
+MAX_AHEAD_NS: Final = 15 * 60 * 10**9
 """A manifest whose stamp is further in the future is ignored until then: this process's own stamps
 would have to follow it. S3 refuses clients whose clock is off by this much."""
 
@@ -206,8 +206,8 @@ class ManifestSync:
             except Missing:
                 return
         was_early = self._too_early.pop(path, None) is not None
-        if manifest is not None and manifest.newest > self._now_ns() + MOST_AHEAD_NS:
-            self._too_early[path] = manifest.newest - MOST_AHEAD_NS
+        if manifest is not None and manifest.newest > self._now_ns() + MAX_AHEAD_NS:
+            self._too_early[path] = manifest.newest - MAX_AHEAD_NS
             if not was_early:
                 logger.warning("a manifest is stamped far ahead, and is read later path=%s", path)
             return

@@ -33,7 +33,7 @@ from blake3 import blake3
 from kvtier.core.hot import crc32c_rows
 from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW
-from kvtier.tiers.codecs.frame import MOST_OVERHEAD
+from kvtier.tiers.codecs.frame import MAX_OVERHEAD
 from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import (
@@ -259,7 +259,7 @@ def contents_of(header: bytes) -> PackContents | None:
 
 def are_possible(sizes: Int64s, block_bytes: int) -> bool:
     """Return whether blocks of ``block_bytes`` can have these sizes as stored."""
-    return bool((sizes > 0).all() and (sizes <= block_bytes + MOST_OVERHEAD).all())
+    return bool((sizes > 0).all() and (sizes <= block_bytes + MAX_OVERHEAD).all())
 
 
 def pack_name(keys: Keys, coding: PackCoding | None = None) -> PackName:

@@ -33,7 +33,7 @@ SMALL_BYTES: Final = 4 << 10
 """Smaller reads go through the buffer, together with what follows."""
 LEAST_SHARE: Final = 0.75
 """The socket's timeout is lowered when less than this share of it is left."""
-MOST_PARTS: Final = 512
+MAX_PARTS: Final = 512
 """Parts of a message passed to the system in one call."""
 MAX_REPLY_BYTES: Final = 64 << 20
 """Total size of the strings of one reply. The server's length is allocated, so it is bounded."""
@@ -135,7 +135,7 @@ class RespConnection:
     def send(self, parts: Sequence[Part]) -> None:
         """Send all parts in order."""
         left = iter(parts)
-        while some := [memoryview(part) for part in islice(left, MOST_PARTS)]:
+        while some := [memoryview(part) for part in islice(left, MAX_PARTS)]:
             if self._is_plain:
                 self._send(some)
             else:

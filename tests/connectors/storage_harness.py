@@ -31,7 +31,7 @@ def bytes_of(key: bytes) -> np.ndarray:
     return np.frombuffer(shake_128(key).digest(BLOCK_BYTES), np.uint8)
 
 
-class World:
+class Harness:
     """A slab and the host memory of an engine: no two jobs in flight share a row.
 
     now_s: the slab's clock.
@@ -115,7 +115,7 @@ def memory(
     return MemoryStorage(GROUP, num_slots, stored_blocks or StoredBlocks(), facts=facts)
 
 
-def open_world(worlds: list[World], tier: StorageTier, most_queued: int = 100) -> World:
-    """Open a world, which the fixture closes."""
-    worlds.append(World(tier, most_queued))
-    return worlds[-1]
+def open_harness(harnesss: list[Harness], tier: StorageTier, most_queued: int = 100) -> Harness:
+    """Open a harness, which the fixture closes."""
+    harnesss.append(Harness(tier, most_queued))
+    return harnesss[-1]

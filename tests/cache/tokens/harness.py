@@ -85,7 +85,7 @@ class Request:
         return self.labels[: position + 1]
 
 
-class World:
+class Harness:
     """A cache with all parts around it that tests observe or control."""
 
     @staticmethod
@@ -311,7 +311,7 @@ class World:
         """Return the stored bytes under the block's key.
 
         None if the block was found damaged and replaced; the cache notices that when it reads the
-        block. Storage other than the world's own may damage blocks by itself.
+        block. Storage other than the harness's own may damage blocks by itself.
         """
         key = self.cache._index.key(node.block)
         if key not in self.shelf.blocks:
@@ -407,30 +407,30 @@ def _is_taken_up(lane: Lane) -> bool:
         return not stands or len(lane._running) == lane._num_workers
 
 
-def until(world: World, is_so: Callable[[], bool], polls: bool = True) -> None:
+def until(harness: Harness, is_so: Callable[[], bool], polls: bool = True) -> None:
     """Poll until the condition holds, which another thread brings about."""
     for _ in range(10_000):
         if is_so():
             return
         if polls:
-            world.cache.poll()
+            harness.cache.poll()
         time.sleep(0.001)
     raise AssertionError("it never came to be")
 
 
-def store_slowly(world: World, tokens: Sequence[int]) -> Request:
+def store_slowly(harness: Harness, tokens: Sequence[int]) -> Request:
     """Store a prompt in a storage whose writes block for a while. Check ``stored`` meanwhile."""
-    assert world.storage is not None
-    world.storage.open_writes.clear()
-    request = world.start(tokens)
+    assert harness.storage is not None
+    harness.storage.open_writes.clear()
+    request = harness.start(tokens)
     num_blocks = len(request.labels)
-    world.compute(request, num_blocks)
-    world.cache.commit(request.lease, num_blocks)
-    world.release(request)
-    until(world, world.storage.is_writing.is_set)
-    assert world.cache.stored(NS, request.labels) == (0, True)
-    world.storage.open_writes.set()
-    until(world, lambda: world.cache.stored(NS, request.labels) == (num_blocks, False))
+    harness.compute(request, num_blocks)
+    harness.cache.commit(request.lease, num_blocks)
+    harness.release(request)
+    until(harness, harness.storage.is_writing.is_set)
+    assert harness.cache.stored(NS, request.labels) == (0, True)
+    harness.storage.open_writes.set()
+    until(harness, lambda: harness.cache.stored(NS, request.labels) == (num_blocks, False))
     return request
 
 

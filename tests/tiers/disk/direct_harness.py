@@ -50,7 +50,7 @@ def open_direct(
         return ENGINES[fake.vendor](fd, buffers, device.driver.use, way)
 
 
-class World:
+class Harness:
     """``num_pages`` of a file with known bytes, and twice as much zeroed device memory."""
 
     def __init__(
@@ -110,12 +110,12 @@ class World:
 
 
 @contextmanager
-def direct_world(name: str, folder: Path, num_pages: int = 64) -> Iterator[World]:
-    """Yield a world; check that hardware would accept its calls, and that all is released."""
+def direct_harness(name: str, folder: Path, num_pages: int = 64) -> Iterator[Harness]:
+    """Yield a harness; check that hardware would accept its calls, and that all is released."""
     with ExitStack() as stack:
-        world = World(name, folder, num_pages)
-        stack.callback(world.close)
-        yield world
-    assert world.fake.violations == []
-    assert world.fake.storage_leaks == []
-    assert world.fake.leaks == []
+        harness = Harness(name, folder, num_pages)
+        stack.callback(harness.close)
+        yield harness
+    assert harness.fake.violations == []
+    assert harness.fake.storage_leaks == []
+    assert harness.fake.leaks == []

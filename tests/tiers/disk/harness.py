@@ -76,7 +76,7 @@ class Arena:
         return self._bytes[place * self._stride : place * self._stride + num_bytes]
 
 
-class World:
+class Harness:
     """A slab and its user; it may be closed and opened again."""
 
     def __init__(
@@ -179,10 +179,10 @@ class World:
 
 
 @contextmanager
-def world(
+def harness(
     path: Path, num_slots: int = 16, num_parts: int = 1, **settings: object
-) -> Iterator[World]:
-    """A world below ``path``; closed at the end. num_parts: slabs that a block is cut over."""
+) -> Iterator[Harness]:
+    """A harness below ``path``; closed at the end. num_parts: slabs that a block is cut over."""
     made = {
         name: settings.pop(name)
         for name in ("group", "system", "arena", "clock")
@@ -190,7 +190,7 @@ def world(
     }
     more_paths = tuple(path / f"slab {rank}" for rank in range(1, num_parts))
     options = DiskOptions(path / "slab", num_slots * num_parts * SLOT_BYTES, more_paths, **settings)  # type: ignore[arg-type]
-    here = World(options, **made)  # type: ignore[arg-type]
+    here = Harness(options, **made)  # type: ignore[arg-type]
     try:
         yield here
     finally:

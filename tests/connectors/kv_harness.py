@@ -27,7 +27,7 @@ from kvtier.connectors.vllm.shared.pages import LayerSize, tell_pages
 from kvtier.connectors.vllm.shared.prompt import Shape
 from kvtier.connectors.vllm.shared.step import DueRequests
 from kvtier.connectors.vllm.shared.tiers import node_tiers, rank_tiers
-from kvtier.connectors.vllm.shared.worker import RankRoom, TierWorker
+from kvtier.connectors.vllm.shared.worker import RankCapacity, TierWorker
 from kvtier.core.types import DEVICE, HOST, LoadPolicy
 from kvtier.devices import find_device
 from kvtier.node.client.channel import NodeClient
@@ -42,7 +42,7 @@ PAGE_BYTES = 2 * PAGE * 8
 SLOT_BYTES = 4096
 
 
-class KvWorld:
+class KvHarness:
     """A scheduler and its ranks.
 
     num: pages per block. replicated: all ranks compute the same KV, and map the same host memory.
@@ -90,7 +90,7 @@ class KvWorld:
         for rank, caches in enumerate(self.caches):
             pages = tell_pages(caches, layers, NUM_PAGES)
             shared = Path(f"/dev/shm/kvtier-test-{os.getpid()}") if replicated else None
-            room = RankRoom(
+            room = RankCapacity(
                 SLOT_BYTES, num_slots, shared=shared, num_shards=num_shards, node=clients[rank]
             )
             worker = TierWorker(pages, find_device("cpu"), room, num, rank)

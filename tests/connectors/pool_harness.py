@@ -38,7 +38,7 @@ def bytes_of(key: bytes) -> bytes:
     return shake_128(key).digest(PAGE_BYTES)
 
 
-class PoolWorld:
+class PoolHarness:
     """A device pool, host memory and storage.
 
     Args:

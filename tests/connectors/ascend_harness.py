@@ -20,13 +20,13 @@ from tests.kit.fakes.fake import Fake
 
 NUM_DEVICE, NUM_HOST = 9, 7
 BATCH = "aclrtMemcpyBatchAsync"
-Worlds = Callable[..., "AscendWorld"]
-"""Makes a world that is judged at the end (conftest.py)."""
+Harnesss = Callable[..., "AscendHarness"]
+"""Makes a harness that is judged at the end (conftest.py)."""
 CLASSES = {name.rpartition(".")[2][:3].lower(): name for name in POOLS}
 """By kind, "mha" or "mla", the full name of SGLang's class."""
 
 
-class AscendWorld:
+class AscendHarness:
     """One NPU.
 
     SGLang copies on ``stream``. ``theirs`` records the copies that SGLang makes itself: (pool,

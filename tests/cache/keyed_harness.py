@@ -14,7 +14,7 @@ from kvtier.core.types import DEVICE, DISK, HOST, BlockKey, Direct
 from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import LRU
 from kvtier.observe import Metrics
-from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
+from kvtier.tiers import DistantAllocator, Quota, SlotAllocator, StorageFacts
 
 KEYS = [bytes([number]) * 3 for number in range(10)]
 NS = b"n" * 32
@@ -55,8 +55,8 @@ class Engine:
         self.mover = RankMover(
             facts, BLOCK_BYTES, num_ranks, num_ranks, PATIENCE_S, clock, device=DEVICE
         )
-        self.host = DistantRoom(num_host)
-        rooms: dict[str, Room] = {HOST: self.host, DISK: Quota(lambda: num_disk)}
+        self.host = DistantAllocator(num_host)
+        rooms: dict[str, SlotAllocator] = {HOST: self.host, DISK: Quota(lambda: num_disk)}
         rooms |= {name: Quota(lambda: NUM_STORED) for name in stores}
         self.index = make_key_index(dict.fromkeys(rooms, LRU), lambda: NS)
         self.cache = LocalBlockCache(
