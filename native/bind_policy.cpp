@@ -37,15 +37,6 @@ double checked_time(double now_s) {
   return now_s;
 }
 
-template <typename Policy>
-void check_invariants_of(const Policy& policy) {
-  try {
-    policy.check();
-  } catch (const std::logic_error& error) {
-    fail(PyExc_AssertionError, "%s", error.what());
-  }
-}
-
 class PolicyReplay {
  public:
   PolicyReplay(const std::string& policy, long long capacity_blocks, std::uint64_t seed,
@@ -70,7 +61,9 @@ class PolicyReplay {
   std::size_t num_stored() { return policy_->num_stored(); }
   std::size_t num_history() { return policy_->num_history(); }
   std::size_t num_bytes() { return policy_->num_bytes(); }
-  void check_invariants() { check_invariants_of(*policy_); }
+  void check_invariants() {
+    bound::checked([&] { policy_->check(); });
+  }
 
  private:
   std::unique_ptr<policy::Replayed> policy_;
@@ -164,7 +157,9 @@ class LivePolicy {
     return sizeof(*this) + policy_.num_bytes() + names_.num_bytes() +
            keys_.capacity() * sizeof(policy::Key);
   }
-  void check_invariants() { check_invariants_of(policy_); }
+  void check_invariants() {
+    bound::checked([&] { policy_.check(); });
+  }
 
  private:
   void read(nb::handle keys) {

@@ -33,7 +33,7 @@ auto checked(Call&& call) {
   } catch (const trie::UnknownBlock& error) {
     fail(PyExc_KeyError, "block %llu is not known (any more)",
          static_cast<unsigned long long>(error.block));
-  } catch (const trie::BrokenPromise& error) {
+  } catch (const BrokenPromise& error) {
     fail(PyExc_AssertionError, "%s", error.what());
   } catch (const nb::python_error&) {
     throw;

@@ -7,9 +7,6 @@
 
 namespace kvtier::keys {
 
-using trie::BrokenPromise;
-using trie::promise;
-
 namespace {
 
 constexpr std::size_t kAhead = 16;  // blocks whose rows are fetched at a time

@@ -20,7 +20,7 @@ namespace kvtier::keys {
 
 // Calls mean the same as in kvtier.index.KeyIndex; columns are numbers here. Every call takes
 // constant time per block. Owned by one thread at a time. Misuse throws trie::UnknownBlock,
-// trie::BrokenPromise, or std::invalid_argument for a key of another length.
+// BrokenPromise, or std::invalid_argument for a key of another length.
 class KeyIndex {
  public:
   // policies: of each column, `policy::kLru` or one that `make_live` knows. group_bytes: trailing

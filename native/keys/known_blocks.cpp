@@ -54,8 +54,8 @@ void KnownBlocks::drop(Index row) {
 
 void KnownBlocks::check() const {
   for (Index row = 0; row < rows_.end(); ++row)
-    trie::promise(!rows_.is_live(row) || find_row(name(row), key(row)) == row,
-                  "a block that is not found by its key");
+    promise(!rows_.is_live(row) || find_row(name(row), key(row)) == row,
+            "a block that is not found by its key");
 }
 
 }  // namespace kvtier::keys

@@ -1,7 +1,6 @@
 #include "keys/learned_column.hpp"
 
 #include <algorithm>
-#include <stdexcept>
 #include <unordered_map>
 
 namespace kvtier::keys {
@@ -138,13 +137,9 @@ void LearnedColumn::admit_places(std::span<const policy::Key> names, std::size_t
 }
 
 void LearnedColumn::check(std::size_t num_linked) const {
-  trie::promise(num_linked == num_members_, "the policy has lost blocks");
+  promise(num_linked == num_members_, "the policy has lost blocks");
   check_places();
-  try {
-    live_->check();
-  } catch (const std::logic_error& error) {
-    throw trie::BrokenPromise(error.what());
-  }
+  live_->check();
 }
 
 void LearnedColumn::check_places() const {
@@ -155,18 +150,18 @@ void LearnedColumn::check_places() const {
     bool is_first = true, is_there = false;
     std::size_t num = 0;
     places_.all(place, [&](Index member) {
-      trie::promise(num++ < num_members_, "a place that does not go round");
-      trie::promise(has(member) && places_.of(member) == place &&
-                        known_.name(member) == known_.name(row),
-                    "a place has a block of another one");
+      promise(num++ < num_members_, "a place that does not go round");
+      promise(has(member) && places_.of(member) == place &&
+                  known_.name(member) == known_.name(row),
+              "a place has a block of another one");
       is_first &= row <= member;
       is_there |= row == member;
       return true;
     });
-    trie::promise(is_there, "a place has lost a block");
+    promise(is_there, "a place has lost a block");
     num_places += is_first;
   }
-  trie::promise(num_places == live_->num_blocks(), "the policy has lost places");
+  promise(num_places == live_->num_blocks(), "the policy has lost places");
 }
 
 }  // namespace kvtier::keys

@@ -21,7 +21,7 @@ void SlotLeases::lease_ready(std::span<const KeyIndex::Key> keys, double now, bo
 void SlotLeases::note(std::span<const Slot> slots, double now) {
   std::uint64_t first = 1, end = 0;
   for (const Slot slot : slots) {
-    trie::promise(slot < num_leases_.size(), "a slot that the column can't have");
+    promise(slot < num_leases_.size(), "a slot that the column can't have");
     ++num_leases_[slot];
     arrays_.users[slot] |= bit_;
     if (first <= slot && slot < end) continue;
@@ -34,7 +34,7 @@ void SlotLeases::note(std::span<const Slot> slots, double now) {
 
 void SlotLeases::reserve(std::span<const Slot> slots) {
   for (const Slot slot : slots) {
-    trie::promise(slot < is_reserved_.size(), "a slot that the column can't have");
+    promise(slot < is_reserved_.size(), "a slot that the column can't have");
     arrays_.users[slot] |= bit_;
     is_reserved_[slot] = 1;
   }

@@ -6,9 +6,9 @@
 #include <cstdint>
 
 #include "common/cells.hpp"
+#include "common/promise.hpp"
 #include "policy/numbers.hpp"
 #include "policy/pool.hpp"
-#include "policy/promise.hpp"
 
 namespace kvtier::policy {
 

@@ -8,9 +8,9 @@
 #include <unordered_map>
 #include <vector>
 
+#include "common/promise.hpp"
 #include "common/rows.hpp"
 #include "policy/pool.hpp"
-#include "policy/promise.hpp"
 
 namespace kvtier::policy {
 
@@ -106,7 +106,7 @@ class Blocks {
     for (const auto& [item, block] : numbers_) visit(block);
   }
 
-  // Throws std::logic_error where links and counts disagree. resident(visit): calls visit for each
+  // Throws BrokenPromise where links and counts disagree. resident(visit): calls visit for each
   // resident block.
   template <typename Each>
   void check(Each&& resident) const {

@@ -1,6 +1,6 @@
 #include "policy/lfuda.hpp"
 
-#include "policy/promise.hpp"
+#include "common/promise.hpp"
 
 namespace kvtier::policy {
 

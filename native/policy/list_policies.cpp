@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "policy/promise.hpp"
+#include "common/promise.hpp"
 
 namespace kvtier::policy {
 

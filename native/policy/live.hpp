@@ -77,7 +77,7 @@ class Live {
   // Number of entries for evicted blocks: at most two per block of the capacity.
   virtual std::size_t num_history() const = 0;
   virtual std::size_t num_bytes() const = 0;
-  // Throws std::logic_error if an invariant is broken. O(all blocks).
+  // Throws BrokenPromise if an invariant is broken. O(all blocks).
   virtual void check() const = 0;
 };
 

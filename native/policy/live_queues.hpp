@@ -8,10 +8,10 @@
 #include <span>
 #include <vector>
 
+#include "common/promise.hpp"
 #include "policy/blocks.hpp"
 #include "policy/expected.hpp"
 #include "policy/live.hpp"
-#include "policy/promise.hpp"
 
 namespace kvtier::policy {
 

@@ -29,7 +29,7 @@ class Replayed {
   virtual std::size_t num_bytes() const = 0;
   // Return the number of blocks written to the tier so far.
   std::size_t num_stored() const { return num_stored_; }
-  // Throws std::logic_error if an invariant is broken. O(all blocks).
+  // Throws BrokenPromise if an invariant is broken. O(all blocks).
   virtual void check() const = 0;
 
  protected:

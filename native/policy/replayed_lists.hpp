@@ -5,11 +5,11 @@
 #include <span>
 #include <vector>
 
+#include "common/promise.hpp"
 #include "policy/lfuda.hpp"
 #include "policy/list_policies.hpp"
 #include "policy/live_queues.hpp"
 #include "policy/named_blocks.hpp"
-#include "policy/promise.hpp"
 #include "policy/replayed.hpp"
 
 namespace kvtier::policy {

@@ -53,7 +53,6 @@ class ReuseModel {
   double value_of_new(Class cls) { return values_of(cls)[0]; }
   // Return the probability that a new block is used again before its value falls to `price`.
   double chance(Class cls, double price);
-  std::size_t num_classes() const { return classes_.size(); }
   std::size_t num_bytes() const { return classes_.capacity() * sizeof(Learned); }
 
  private:

@@ -4,7 +4,7 @@
 #include <bit>
 #include <cmath>
 
-#include "policy/promise.hpp"
+#include "common/promise.hpp"
 
 namespace kvtier::policy {
 

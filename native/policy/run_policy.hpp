@@ -64,7 +64,7 @@ class RunPolicy {
   std::size_t num_blocks() const { return blocks_.size(); }
   std::size_t num_history() const { return ghosts_.num_entries(); }
   std::size_t num_bytes() const;
-  // Throws std::logic_error if an invariant is broken. O(all blocks).
+  // Throws BrokenPromise if an invariant is broken. O(all blocks).
   void check() const;
 
   // Begin a request for a path, of which `found` are the resident first blocks. It takes them out

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "policy/promise.hpp"
+#include "common/promise.hpp"
 
 namespace kvtier::policy {
 

@@ -123,7 +123,7 @@ class Runs {
   // Whether LRU would have kept the run's block at this place.
   bool would_be_kept(Index run, std::uint32_t at) const;
 
-  // Throws std::logic_error.
+  // Throws BrokenPromise.
   void check() const;
 
  private:

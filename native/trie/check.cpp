@@ -19,7 +19,7 @@ void BlockTrie::check_invariants() const {
           "the table knows more or fewer blocks than there are");
   for (std::size_t column = 0; column < nodes_.num_columns(); ++column) {
     check_column(column);
-    if (const Column& it = columns_[column]; it.learned) it.learned->check();
+    if (const Column& it = columns_[column]; it.learned) it.learned->live().check();
     else it.queue.check();
   }
 }

@@ -1,7 +1,5 @@
 #include "trie/live_policy.hpp"
 
-#include <stdexcept>
-
 namespace kvtier::trie {
 
 LivePolicy::LivePolicy(ColumnView view, std::string_view name)
@@ -24,14 +22,6 @@ Index LivePolicy::victim() {
 void LivePolicy::withdraw(Index index) {
   view_.queued(index) = false;
   live_->left(index);
-}
-
-void LivePolicy::check() const {
-  try {
-    live_->check();
-  } catch (const std::logic_error& error) {
-    throw BrokenPromise(error.what());
-  }
 }
 
 }  // namespace kvtier::trie

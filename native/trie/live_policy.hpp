@@ -30,8 +30,6 @@ class LivePolicy final : private policy::Keeper {
   Index victim();
   // Report a block that leaves the column otherwise.
   void withdraw(Index index);
-  // Throw BrokenPromise if an invariant of the policy is broken.
-  void check() const;
 
  private:
   policy::Key key(Index index) const override { return view_.node(index).hash; }

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/promise.hpp"
+
 namespace kvtier::trie {
 
 // A node's place in the arena. It is used again after the node is freed.
@@ -55,15 +57,5 @@ class UnknownBlock : public std::out_of_range {
   explicit UnknownBlock(BlockId block) : std::out_of_range("unknown block"), block(block) {}
   BlockId block;
 };
-
-// A caller broke a promise, or `check_invariants` found that the trie did.
-class BrokenPromise : public std::logic_error {
- public:
-  using std::logic_error::logic_error;
-};
-
-inline void promise(bool kept, const char* otherwise) {
-  if (!kept) throw BrokenPromise(otherwise);
-}
 
 }  // namespace kvtier::trie
