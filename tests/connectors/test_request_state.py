@@ -47,9 +47,9 @@ def test_only_legal_phases_follow_each_other(events: list[str]) -> None:
     for event in events:
         before = state.phase
         if event == "end of load":
-            load = state.load
-            assert state.end_load() is load
-            assert state.load is None
+            since_s = state.load_since_s
+            assert state.end_load() == since_s
+            assert state.load_since_s is None
             expected = Phase.LOOKING_UP if before is Phase.LOADING else before
         elif event == "reset":
             state.reset(has_new_weights=False)
@@ -64,7 +64,7 @@ def test_only_legal_phases_follow_each_other(events: list[str]) -> None:
             assert expected in LEGAL[before]
         assert state.phase is expected
         assert (state.patience.wait is not None) == (state.phase is Phase.WAITING)
-        assert (state.load is None) == (state.phase is not Phase.LOADING) or (
+        assert (state.load_since_s is None) == (state.phase is not Phase.LOADING) or (
             state.phase is Phase.FINISHED  # its load may end later
         )
 

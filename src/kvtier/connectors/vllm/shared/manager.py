@@ -203,10 +203,11 @@ class TierManager:
         ways = {} if state is None else state.ways
         self.cache.release([key for key in keys if ways.get(key) is not Way.READ])
         self.promotion.load_ended()
-        load = None if state is None else state.end_load()
-        if state is not None and load is not None:
-            waited_s = time.monotonic() - load.since_s
-            self.cache.costs.saved(state.lookup.num_computed, load.end, waited_s)
+        since_s = None if state is None else state.end_load()
+        if state is not None and since_s is not None:
+            end = max((state.request.ends.get(key, 0) for key in keys), default=0)
+            waited_s = time.monotonic() - since_s
+            self.cache.costs.saved(state.lookup.num_computed, end, waited_s)
 
     def _note_declined(self, state: RequestState) -> None:
         """Count declined blocks. Of several look-ups of a request the last one counts."""

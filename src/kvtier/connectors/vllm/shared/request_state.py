@@ -140,14 +140,6 @@ class Limit:
     declined: int = 0
 
 
-@dataclass(slots=True)
-class RequestLoad:
-    """A load of tokens up to ``end``. since_s: when the request began to wait for it."""
-
-    end: int
-    since_s: float
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RequestState:
     """State of one request. Its phase is changed by its methods only."""
@@ -169,8 +161,8 @@ class RequestState:
     """Way of each block in storage to the device."""
     limit: Limit | None = None
     """The token behind which nothing is loaded; None for no limit."""
-    load: RequestLoad | None = None
-    """The load in the phase ``LOADING``."""
+    load_since_s: float | None = None
+    """When it began to wait for the load in the phase ``LOADING``; None for a forgotten load."""
     used_keys: dict[bytes, None] = field(default_factory=dict)
     """Blocks that were loaded or stored for it."""
     last_key: bytes | None = None
@@ -181,7 +173,7 @@ class RequestState:
     def begin_look_up(self, num_computed: int) -> None:
         """Begin a look-up of its blocks behind so many tokens, which the device has."""
         self._enter(Phase.LOOKING_UP)
-        self.patience.wait = self.load = None
+        self.patience.wait = self.load_since_s = None
         self.lookup = LookUp(num_computed)
         self.keeping.begin_look_up(num_computed)
 
@@ -201,8 +193,7 @@ class RequestState:
         Returns those of them that are read directly, with their positions among all.
         """
         self._enter(Phase.LOADING)
-        end = max((self.request.ends.get(key, 0) for key in keys), default=0)
-        self.load = RequestLoad(end, now_s - self.patience.waited_s)
+        self.load_since_s = now_s - self.patience.waited_s
         if not self.ways:
             return {}
         stored, met = BlockState.STORAGE, self.lookup.met
@@ -213,14 +204,14 @@ class RequestState:
         self.ways.update(dict.fromkeys(read, Way.READ))
         return read
 
-    def end_load(self) -> RequestLoad | None:
-        """End its load, and return it; None for one that was forgotten."""
-        load, self.load = self.load, None
-        if load is not None:
+    def end_load(self) -> float | None:
+        """End its load, and return when it began to wait for it; None for a forgotten load."""
+        since_s, self.load_since_s = self.load_since_s, None
+        if since_s is not None:
             self.patience.waited_s = 0.0
         if self.phase is Phase.LOADING:
             self._enter(Phase.LOOKING_UP)
-        return load
+        return since_s
 
     def reset(self, has_new_weights: bool) -> None:
         """Forget all copies and waits. has_new_weights: whether nothing of it may be kept."""
@@ -228,7 +219,7 @@ class RequestState:
             self.keeping.doubts |= Doubt.WEIGHTS
         if self.phase in (Phase.WAITING, Phase.LOADING):
             self._enter(Phase.LOOKING_UP)
-        self.patience.wait = self.limit = self.load = None
+        self.patience.wait = self.limit = self.load_since_s = None
         self.ways.clear()
         self.used_keys.clear()
 
