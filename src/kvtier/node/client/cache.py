@@ -538,7 +538,7 @@ class NodeCache(BlockCache):
 
 
 def _fields(block_hint: BlockHint) -> protocol.Statement:
-    return (said.word, said.level, said.first, said.end, said.until)
+    return (block_hint.word, block_hint.level, block_hint.first, block_hint.end, block_hint.until)
 
 
 @dataclass(slots=True)
