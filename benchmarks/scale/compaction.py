@@ -86,9 +86,9 @@ def _compacted(options: DiskOptions, another: DiskOptions | None) -> tuple[list[
         thread.join()
         seconds = time.perf_counter() - began
         assert slab.num_dead == 0, "nothing was compacted"
-        num_blocks = tier.num_unfound
+        num_blocks = tier.num_unindexed
     with abandoned(options) as tier:
-        assert tier.num_unfound == num_blocks, "blocks were lost"
+        assert tier.num_unindexed == num_blocks, "blocks were lost"
     return waits, seconds
 
 

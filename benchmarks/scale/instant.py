@@ -41,7 +41,7 @@ class InstantStorage(StorageTier):
         return len(self._shelf.content)
 
     @property
-    def has_unfound(self) -> bool:
+    def has_unindexed(self) -> bool:
         return self._is_new
 
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:

@@ -92,7 +92,7 @@ def _opening(num_blocks: int, options: DiskOptions) -> list[Row]:
             gc.collect()
             resident = max(resident, _resident_bytes() - before)
             counted = tier.memory_bytes
-            assert tier.num_unfound == num_blocks, "blocks were lost"
+            assert tier.num_unindexed == num_blocks, "blocks were lost"
     more: dict[str, object] = {
         "only_reading_ms": round(reading * 1e3, 3),
         "wall_ms": round(min(waits) * 1e3, 3),
@@ -252,7 +252,7 @@ def _num_lost(here: _Decider, kept: Sequence[KeptKeys]) -> int:
         num_found += int(is_everywhere.sum())
     num_adopted = here.cache.usage()[DISK].num_used
     adoption = here.mover._adoptions[DISK]
-    assert adoption.num_unfound + num_adopted == num_found, (
+    assert adoption.num_unindexed + num_adopted == num_found, (
         "found and not everywhere, or the reverse"
     )
     return num_kept - num_found

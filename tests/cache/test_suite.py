@@ -48,7 +48,7 @@ class LocalHarness(BlockCacheHarness):
         self._storage.hold("put", "get", "drop")
 
     def resume(self) -> None:
-        self._storage.let_go()
+        self._storage.release()
 
     def restart(self) -> None:
         self.close()

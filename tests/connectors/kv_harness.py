@@ -27,7 +27,7 @@ from kvtier.connectors.vllm.shared.pages import LayerSize, tell_pages
 from kvtier.connectors.vllm.shared.prompt import Shape
 from kvtier.connectors.vllm.shared.step import DueRequests
 from kvtier.connectors.vllm.shared.tiers import node_tiers, rank_tiers
-from kvtier.connectors.vllm.shared.worker import RankCapacity, TierWorker
+from kvtier.connectors.vllm.shared.worker import RankLimits, TierWorker
 from kvtier.core.types import DEVICE, HOST, LoadPolicy
 from kvtier.devices import find_device
 from kvtier.node.client.channel import NodeClient
@@ -90,7 +90,7 @@ class KvHarness:
         for rank, caches in enumerate(self.caches):
             pages = tell_pages(caches, layers, NUM_PAGES)
             shared = Path(f"/dev/shm/kvtier-test-{os.getpid()}") if replicated else None
-            room = RankCapacity(
+            room = RankLimits(
                 SLOT_BYTES, num_slots, shared=shared, num_shards=num_shards, node=clients[rank]
             )
             worker = TierWorker(pages, find_device("cpu"), room, num, rank)

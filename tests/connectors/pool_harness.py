@@ -129,7 +129,7 @@ class PoolHarness:
         self.pool.poll()
 
     def close(self) -> None:
-        self.storage.let_go()
+        self.storage.release()
         self.settle()
         self.pool.check_invariants()
         assert self.engine.close(60)

@@ -48,7 +48,7 @@ def test_block_that_is_held_again_stays_until_the_later_time() -> None:
 def test_what_is_let_go_is_not_released_twice() -> None:
     harness = Harness()
     harness.holds.hold(harness.blocks[:2], 10.0)
-    harness.holds.let_go(harness.blocks[0], 2)
+    harness.holds.release(harness.blocks[0], 2)
     assert len(harness.holds) == 0
     harness.holds.expire(20.0)
     harness.holds.clear()
@@ -60,20 +60,20 @@ def test_what_one_has_read_stays_for_the_other_who_was_told() -> None:
     harness = Harness()
     harness.holds.hold(harness.blocks[:2], 10.0)
     harness.holds.hold(harness.blocks[:3], 11.0)
-    harness.holds.let_go(harness.blocks[0], 2)
+    harness.holds.release(harness.blocks[0], 2)
     assert harness.num_leases()[:3] == [1, 1, 1]
-    harness.holds.let_go(harness.blocks[0], 3)
+    harness.holds.release(harness.blocks[0], 3)
     assert harness.num_leases()[:3] == [0, 0, 0]
 
 
 def test_what_is_read_in_parts_is_let_go_in_parts() -> None:
     harness = Harness()
     harness.holds.hold(harness.blocks, 10.0)
-    harness.holds.let_go(harness.blocks[0], 3)
+    harness.holds.release(harness.blocks[0], 3)
     assert harness.num_leases() == [0, 0, 0, 1, 1, 1, 1, 1]
-    harness.holds.let_go(harness.blocks[3], 4)
+    harness.holds.release(harness.blocks[3], 4)
     assert harness.num_leases() == [0] * 7 + [1]
-    harness.holds.let_go(harness.blocks[3], 4)  # nobody was told
+    harness.holds.release(harness.blocks[3], 4)  # nobody was told
     harness.holds.expire(10.0)
     assert harness.num_leases() == [0] * 8
     harness.index.check_invariants()

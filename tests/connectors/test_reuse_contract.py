@@ -336,11 +336,11 @@ class UnderSglang:
         return self._promotion.wait("r")
 
     def arrive(self) -> None:
-        self._reads.let_go()
+        self._reads.release()
         self._pools.settle()
 
     def close(self) -> None:
-        self._reads.let_go()
+        self._reads.release()
         if self._store is not None:
             self._store.open_finds.set()
         self._pools.close()

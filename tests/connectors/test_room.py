@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.connectors.vllm.standalone.capacity import GuestTier, Path
+from kvtier.connectors.vllm.standalone.capacity import Path, UnadmittedTier
 from tests.kit.effort import effort
 
 
@@ -21,7 +21,7 @@ class Tier:
     """A tier that stores whatever is requested, some blocks at a time, as an engine does."""
 
     def __init__(self, capacity: int, step: int = 4) -> None:
-        self.room, self.capacity, self.step = GuestTier(capacity), capacity, step
+        self.room, self.capacity, self.step = UnadmittedTier(capacity), capacity, step
         self.resident: set[int] = set()
         self.now_s = 0.0
 
@@ -108,10 +108,10 @@ def test_a_guest_that_is_used_again_stays() -> None:
         if number % 4 == 0:
             tier.ask(often[number // 4 % 6])
     tier.ask(new := prompt(99_999, 4))
-    guests = set(new) & tier.room._guests.keys()
-    assert guests, "what is asked for all the time is worth more"
+    unadmitted = set(new) & tier.room._unadmitted.keys()
+    assert unadmitted, "what is asked for all the time is worth more"
     assert tier.ask(new) == 4
-    assert not tier.room._guests.keys() & set(new)
+    assert not tier.room._unadmitted.keys() & set(new)
     tier.room.check_invariants()
 
 

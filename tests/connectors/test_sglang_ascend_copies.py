@@ -108,7 +108,7 @@ def test_events_of_layers_pass_in_their_order(ascends: Harnesss) -> None:
         harness.load(pool, at, layer)
         events.append(harness.device.fence())
     assert not any(event.passed for event in events)
-    harness.fake.let_go()
+    harness.fake.release()
     for layer, event in enumerate(events):
         event.wait()
         assert all(event.passed for event in events[:layer])
@@ -138,7 +138,7 @@ def test_copies_keep_their_place_in_sglangs_stream(ascends: Harnesss, seed: int)
         compute(layer, 77)
     harness.load_all(pool, at)
     compute(1, 99)
-    harness.fake.let_go()
+    harness.fake.release()
     harness.finish()
     for layer, value in enumerate((10, 99, 12)):
         assert set(raw(keys[layer, 4]).flatten().tolist()) == {value}

@@ -105,7 +105,7 @@ def test_what_is_in_memory_is_told_of_while_the_rest_comes(harness: Harness) -> 
     harness.pools.storage.hold("get")
     assert harness.look("b", 0, 1, 2, 3) == [1, 2]
     assert harness.bringing.wait("b")
-    harness.pools.storage.let_go()
+    harness.pools.storage.release()
 
 
 def test_nobody_waits_for_longer_than_computing_takes(harness: Harness) -> None:
@@ -118,7 +118,7 @@ def test_nobody_waits_for_longer_than_computing_takes(harness: Harness) -> None:
     assert harness.bringing.wait("r")
     harness.now_s = 1.5 * NUM_STORED * PAGE * 1e-3
     assert not harness.bringing.wait("r")
-    harness.pools.storage.let_go()
+    harness.pools.storage.release()
 
 
 def test_read_that_fails_ends_the_wait_and_is_not_begun_again(harness: Harness) -> None:
@@ -171,7 +171,7 @@ def test_request_whose_kv_comes_lets_others_pass_and_keeps_its_place(harness: Ha
     made = scheduler([waits, passes, last])
     assert choose(harness, made) == [passes.rid]
     assert made.waiting_queue == [waits, last]
-    harness.pools.storage.let_go()
+    harness.pools.storage.release()
     harness.pools.settle()
     assert choose(harness, made) == [waits.rid]
     assert made.waiting_queue == [last]
@@ -212,7 +212,7 @@ def test_request_that_went_is_forgotten(harness: Harness) -> None:
     made.waiting_queue.clear()
     assert choose(harness, made) == []
     assert not harness.bringing.wait("r(0, 1)")
-    harness.pools.storage.let_go()
+    harness.pools.storage.release()
 
 
 def test_choice_that_fails_loses_no_request(harness: Harness) -> None:
@@ -226,4 +226,4 @@ def test_choice_that_fails_loses_no_request(harness: Harness) -> None:
     with pytest.raises(RuntimeError):
         harness.gate.choose(made, False, fail)
     assert made.waiting_queue == queue
-    harness.pools.storage.let_go()
+    harness.pools.storage.release()

@@ -153,11 +153,11 @@ def test_restart_finds_blocks_and_does_not_write_them_again(harnesss: list[Harne
     before.slab.close()
     tier = memory(4, stored_blocks)
     harness = open_harness(harnesss, tier)
-    assert tier.num_unfound == 2
+    assert tier.num_unindexed == 2
     assert harness.load(1) == [1]
     assert harness.store(1, 2).keys == []
     assert tier.num_written == 0
-    assert tier.num_unfound == 0
+    assert tier.num_unindexed == 0
 
 
 def test_recovered_blocks_are_adopted_along_a_prompt_or_one_by_one(harnesss: list[Harness]) -> None:
@@ -172,7 +172,7 @@ def test_recovered_blocks_are_adopted_along_a_prompt_or_one_by_one(harnesss: lis
     assert harness.slab.locate(keys[0]) is BlockState.STORAGE
     assert harness.slab.locate(keys[2]) is BlockState.NOWHERE, "nobody has adopted it"
     assert harness.slab.adopt(keys, stops_at_gap=False) == [keys[2], keys[4]]
-    assert (harness.slab.num_blocks, tier.num_unfound) == (4, 0)
+    assert (harness.slab.num_blocks, tier.num_unindexed) == (4, 0)
     assert harness.load(1, 2, 3, 5) == [1, 2, 3, 5]
 
 

@@ -179,12 +179,12 @@ def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.Mo
     assert tier.is_writing.wait(60)
     close = LocalMover.close
 
-    def let_go(mover: LocalMover, timeout_s: float) -> set[str]:
+    def release(mover: LocalMover, timeout_s: float) -> set[str]:
         hanging = close(mover, timeout_s)
         tier.open_writes.set()
         return hanging
 
-    monkeypatch.setattr(LocalMover, "close", let_go)
+    monkeypatch.setattr(LocalMover, "close", release)
     harness.slab.close()
     assert tier.closed
     assert len(stored_blocks.blocks) == 1, "the one that was under way"

@@ -118,7 +118,7 @@ def test_tables_of_launches_under_way_are_not_written_again(
         whole = [rig.contiguous(Direction.LOAD, 4096 * count) for count in (1, 2, 3)]
         for batch in whole:
             queue.submit(batch, CopyPath.KERNEL)
-        fake.let_go()
+        fake.release()
         queue.fence().wait()
         view[:] = 0
         device.copy(rig.contiguous(Direction.STORE, 3 * 4096), Direction.STORE)

@@ -21,7 +21,7 @@ class Proxy:
 
     to_port: the server's port. port: its own port; 0 for any.
 
-    hold: forward so many more bytes, either way, then none until ``let_go``, with connections left
+    hold: forward so many more bytes, either way, then none until ``release``, with connections left
     open (a black hole). cut: end all connections now.
     """
 
@@ -49,19 +49,19 @@ class Proxy:
             if not passes:
                 self._open.clear()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         with self._lock:
             self._left = None
         self._open.set()
 
     @contextmanager
     def stalled(self, passes: int = 0) -> Iterator[None]:
-        """Call ``hold``, and ``let_go`` at the end."""
+        """Call ``hold``, and ``release`` at the end."""
         self.hold(passes)
         try:
             yield
         finally:
-            self.let_go()
+            self.release()
 
     def cut(self) -> None:
         with self._lock:
@@ -73,7 +73,7 @@ class Proxy:
             each.close()
 
     def close(self) -> None:
-        self.let_go()
+        self.release()
         with suppress(OSError):  # a thread in accept() is not woken by a close alone
             self._listener.shutdown(socket.SHUT_RDWR)
         self._threads[0].join(10)

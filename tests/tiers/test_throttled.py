@@ -81,7 +81,7 @@ def test_a_tier_that_is_slower_anyway_is_not_held_up(inner: MemoryStorage, time:
 def test_all_else_is_that_of_the_tier_inside(tier: ThrottledTier, inner: MemoryStorage) -> None:
     assert (tier.name, tier.num_blocks) == (inner.name, inner.num_blocks)
     assert tier.facts is inner.facts
-    assert not tier.has_unfound
+    assert not tier.has_unindexed
     assert tier.find(KEYS, 1.0) == [Outcome.ABSENT] * len(KEYS)
     tier.drop(KEYS, for_good=True)
     assert "MiB/s" in tier.findings()[-1].found

@@ -53,7 +53,7 @@ class Holds:
             self._held.append(hold)
             self._by_first.setdefault(blocks[0], deque()).append(hold)
 
-    def let_go(self, first: BlockId, num_blocks: int) -> None:
+    def release(self, first: BlockId, num_blocks: int) -> None:
         """Release the first ``num_blocks`` of the oldest hold that begins with ``first``."""
         if hold := self._take(first):
             read, hold.blocks = hold.blocks[:num_blocks], hold.blocks[num_blocks:]

@@ -324,7 +324,7 @@ class LocalBlockCache(BlockCache):
 
         A missing block is looked up again if storage may have recovered it since.
         """
-        if before is NOWHERE and not self.ladder.unfound(finds_at_once=True):
+        if before is NOWHERE and not self.ladder.unindexed(finds_at_once=True):
             return before
         state = self.locate(key)
         if state in (NOWHERE, UNKNOWN) and self.adopt([key]):
@@ -338,7 +338,7 @@ class LocalBlockCache(BlockCache):
         found = self.locate_blocks(keys)
         if found.are_all_in_memory:
             return found, []
-        if self.ladder.unfound(finds_at_once=True):
+        if self.ladder.unindexed(finds_at_once=True):
             unknown = np.flatnonzero(found.by_tier[:, 0] == UNINDEXED)
             if len(unknown) and (adopted := self.adopt(select_keys(keys, unknown))):
                 self.touch(adopted)

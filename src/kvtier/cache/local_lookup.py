@@ -38,7 +38,7 @@ class KeyedLookup:
 
     def adopt(self, keys: Collection[bytes], stops_at_gap: bool) -> list[bytes]:
         """Adopt recovered blocks; see ``LocalBlockCache.adopt``."""
-        storages = self._ladder.unfound(finds_at_once=True)
+        storages = self._ladder.unindexed(finds_at_once=True)
         if not self._namespace() or not storages:
             return []
         wanted = list(dict.fromkeys(keys))
@@ -64,7 +64,7 @@ class KeyedLookup:
     @property
     def has_to_ask(self) -> bool:
         """Whether some storage does not answer look-ups at once."""
-        return bool(self._namespace() and self._ladder.unfound(finds_at_once=False))
+        return bool(self._namespace() and self._ladder.unindexed(finds_at_once=False))
 
     def begin(self, keys: Sequence[bytes], has_gaps: bool) -> list[PendingLookup]:
         """Look up unknown blocks of one prompt, in its order, in storage that answers later.
@@ -74,7 +74,7 @@ class KeyedLookup:
         has_gaps: see ``LocalBlockCache.lookup``.
         """
         ladder, wanted = self._ladder, self._wanted(keys)
-        storages = ladder.unfound(finds_at_once=False)
+        storages = ladder.unindexed(finds_at_once=False)
         asked = [ladder.lookup_storage(storage, wanted, has_gaps) for storage in storages]
         return [pending for pending in asked if pending is not None]
 

@@ -19,7 +19,7 @@ def begin_lookup(
     should wait for another answer.
     """
     is_worth_waiting = False
-    for storage in ladder.unfound():
+    for storage in ladder.unindexed():
         known = index.match(namespace, labels).blocks
         if len(known) == len(labels):
             break

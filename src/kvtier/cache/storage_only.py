@@ -280,13 +280,13 @@ class StorageOnlyCache:
         return self._lookup.begin(unknown, has_gaps) if unknown else []
 
     def hold_until(self, blocks: Sequence[BlockId], until_s: float) -> None:
-        """Keep blocks in storage until ``until_s``, by ``clock``, or until ``let_go``."""
+        """Keep blocks in storage until ``until_s``, by ``clock``, or until ``release``."""
         self._holds.hold(blocks, until_s)
 
-    def let_go(self, keys: Sequence[bytes]) -> None:
+    def release(self, keys: Sequence[bytes]) -> None:
         """Release held blocks that were read, in the order in which they were held."""
         if keys and (first := self._index.find(keys[0])) is not None:
-            self._holds.let_go(first[0], len(keys))
+            self._holds.release(first[0], len(keys))
 
     # -- use, from which policies learn ------------------------------------------------------------
 

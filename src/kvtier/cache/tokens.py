@@ -125,7 +125,7 @@ class Cache:
         True for a long prompt, if storage may have blocks that are not known yet. Any thread may
         call this.
         """
-        return len(labels) >= LONG_PROMPT and bool(self._ladder.unfound())
+        return len(labels) >= LONG_PROMPT and bool(self._ladder.unindexed())
 
     def lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Look up a prompt in storage. Return whether an answer is still worth waiting for.

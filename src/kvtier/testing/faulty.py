@@ -16,7 +16,7 @@ class FaultyDevice(Device):
     """Device wrapper that injects faults into copies.
 
     A copy is one submitted batch. Faults are planned per direction, because only the order of
-    copies within a direction is fixed. With ``hold`` and ``let_go`` a test decides when the copies
+    copies within a direction is fixed. With ``hold`` and ``release`` a test decides when the copies
     of a direction run, so it needs no sleeps.
     """
 
@@ -28,16 +28,16 @@ class FaultyDevice(Device):
         self._queues = {direction: _FaultyQueue(self, direction) for direction in Direction}
         self._gates = {direction: Event() for direction in Direction}
         self._faults: dict[tuple[Direction, int], Callable[[CopyBatch, Direction], None]] = {}
-        self.let_go()
+        self.release()
 
     # -- control by tests -------------------------------------------------------------------------
 
     def hold(self, *directions: Direction) -> None:
-        """Make copies of these directions (default: both) wait until ``let_go``."""
+        """Make copies of these directions (default: both) wait until ``release``."""
         for direction in directions or Direction:
             self._gates[direction].clear()
 
-    def let_go(self, *directions: Direction) -> None:
+    def release(self, *directions: Direction) -> None:
         """Let copies of these directions (default: both) run again."""
         for direction in directions or Direction:
             self._gates[direction].set()

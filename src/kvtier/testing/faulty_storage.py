@@ -28,7 +28,7 @@ class _Fault(Enum):
 class FaultyStorage(StorageWrapper):
     """Storage wrapper that injects faults into the calls "find", "put", "get" and "drop".
 
-    With ``hold`` and ``let_go`` a test decides when calls run, so it needs no sleeps.
+    With ``hold`` and ``release`` a test decides when calls run, so it needs no sleeps.
 
     num_calls: number of calls of each kind so far. is_dead: whether a ``crash`` has happened.
     """
@@ -41,16 +41,16 @@ class FaultyStorage(StorageWrapper):
         self._hanging = Event()
         self._lock = Lock()
         self._faults: dict[tuple[str, int], _Fault] = {}
-        self.let_go()
+        self.release()
 
     # -- control by tests --------------------------------------------------------------------------
 
     def hold(self, *calls: str) -> None:
-        """Make these calls (default: all) wait until ``let_go``, like a slow storage."""
+        """Make these calls (default: all) wait until ``release``, like a slow storage."""
         for call in calls or CALLS:
             self._gates[call].clear()
 
-    def let_go(self, *calls: str) -> None:
+    def release(self, *calls: str) -> None:
         """Let these calls (default: all) run again, and release hanging ones."""
         for call in calls or CALLS:
             self._gates[call].set()
@@ -69,7 +69,7 @@ class FaultyStorage(StorageWrapper):
         self._plan(call, nth, _Fault.LOSE)
 
     def hang(self, call: str, nth: int = 1) -> None:
-        """Make the ``nth`` call from now hang until ``let_go``, then return ``FAILED``."""
+        """Make the ``nth`` call from now hang until ``release``, then return ``FAILED``."""
         self._hanging.clear()
         self._plan(call, nth, _Fault.HANG)
 

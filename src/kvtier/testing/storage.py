@@ -71,7 +71,7 @@ class MemoryStorage(StorageTier):
         self._lock = Lock()
         for key in list(shelf.blocks)[num_blocks:]:
             del shelf.blocks[key]
-        self._unfound = dict.fromkeys(shelf.blocks)
+        self._unindexed = dict.fromkeys(shelf.blocks)
         self._known: set[BlockKey] = set()
 
     @property
@@ -84,16 +84,16 @@ class MemoryStorage(StorageTier):
         return len(self._known)
 
     @property
-    def num_unfound(self) -> int:
+    def num_unindexed(self) -> int:
         """Number of blocks of an earlier tier that were not found yet."""
-        return len(self._unfound)
+        return len(self._unindexed)
 
     @property
-    def has_unfound(self) -> bool:
-        return bool(self._unfound)
+    def has_unindexed(self) -> bool:
+        return bool(self._unindexed)
 
-    def unfound_keys(self) -> list[BlockKey]:
-        return list(self._unfound)
+    def unindexed_keys(self) -> list[BlockKey]:
+        return list(self._unindexed)
 
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
         outcomes = []
@@ -102,8 +102,8 @@ class MemoryStorage(StorageTier):
             return [Outcome.FAILED] * len(keys)
         with self._lock:
             for key in keys:
-                if key in self._unfound:
-                    del self._unfound[key]
+                if key in self._unindexed:
+                    del self._unindexed[key]
                     self._known.add(key)
                 outcomes.append(Outcome.THERE if key in self._known else Outcome.ABSENT)
         return outcomes
@@ -118,12 +118,12 @@ class MemoryStorage(StorageTier):
         if key in self.refused or self.unreachable:
             return Outcome.FAILED
         with self._lock:
-            self._unfound.pop(key, None)
+            self._unindexed.pop(key, None)
             if key not in self._known and len(self._known) >= self._room:
                 return Outcome.FAILED
             if key not in self._shelf.blocks and len(self._shelf.blocks) >= self._room:
                 oldest = next(block for block in self._shelf.blocks if block not in self._known)
-                self._unfound.pop(oldest, None)
+                self._unindexed.pop(oldest, None)
                 del self._shelf.blocks[oldest]
             self._known.add(key)
             self._shelf.blocks[key] = content
@@ -155,7 +155,7 @@ class MemoryStorage(StorageTier):
         with self._lock:
             self._known.difference_update(keys)
             for key in keys if for_good else ():
-                self._unfound.pop(key, None)
+                self._unindexed.pop(key, None)
                 self._shelf.blocks.pop(key, None)
 
     def scrub(self, max_bytes: int) -> ScrubReport:
@@ -166,7 +166,7 @@ class MemoryStorage(StorageTier):
         with self._lock:
             self._known.difference_update(damaged)
             for key in damaged:
-                self._unfound.pop(key, None)
+                self._unindexed.pop(key, None)
         return ScrubReport(num, num * self.bytes_per_block, len(damaged))
 
     def findings(self) -> list[Finding]:

@@ -34,7 +34,8 @@ def check_against_dictionary(suite: StorageSuite) -> None:
 class StorageMachine(RuleBasedStateMachine):
     """Model of a storage tier, as sets of block numbers.
 
-    kept: blocks that must exist. unfound: blocks of an earlier process; they exist until their room
+    kept: blocks that must exist.
+    unindexed: blocks of an earlier process; they exist until their room
     is needed. maybe: blocks that may have been dropped or evicted.
     """
 
@@ -43,7 +44,7 @@ class StorageMachine(RuleBasedStateMachine):
         self.suite = suite
         self.storage = suite.make_storage(NUM_BLOCKS)
         self.kept: set[int] = set()
-        self.unfound: set[int] = set()
+        self.unindexed: set[int] = set()
         self.maybe: set[int] = set()
 
     @property
@@ -68,10 +69,10 @@ class StorageMachine(RuleBasedStateMachine):
         room = NUM_BLOCKS - len(self.kept)
         assert len(there - before) == min(room, num_new), "a block that there was room for failed"
         self.kept |= there
-        self.unfound -= there
-        if len(self.kept | self.unfound | self.maybe) > NUM_BLOCKS:
-            self.maybe |= self.unfound
-            self.unfound = set()
+        self.unindexed -= there
+        if len(self.kept | self.unindexed | self.maybe) > NUM_BLOCKS:
+            self.maybe |= self.unindexed
+            self.unindexed = set()
         self.maybe -= there
 
     @rule(numbers=some_numbers)
@@ -80,7 +81,7 @@ class StorageMachine(RuleBasedStateMachine):
         for number, outcome in zip(numbers, outcomes, strict=True):
             if number in self.kept:
                 assert outcome is THERE
-            elif number not in self.unfound | self.maybe:
+            elif number not in self.unindexed | self.maybe:
                 assert outcome is ABSENT
             else:
                 assert outcome in (THERE, ABSENT)
@@ -93,22 +94,22 @@ class StorageMachine(RuleBasedStateMachine):
         for number, outcome in zip(numbers, self.user.find(*numbers), strict=True):
             assert outcome in (THERE, ABSENT)
             if outcome is THERE:
-                assert number in self.kept | self.unfound | self.maybe
+                assert number in self.kept | self.unindexed | self.maybe
                 self._was_found(number)
             elif is_leading:
-                assert number not in self.kept | self.unfound
+                assert number not in self.kept | self.unindexed
             is_leading &= outcome is THERE
 
     def _was_found(self, number: int) -> None:
         """Update the model: a found block must stay, unless the tier evicts."""
-        self.unfound.discard(number)
+        self.unindexed.discard(number)
         self.maybe.discard(number)
         (self.maybe if self.storage.facts.evicts else self.kept).add(number)
 
     @rule(numbers=some_numbers, for_good=st.booleans())
     def drop(self, numbers: list[int], for_good: bool) -> None:
         self.user.drop(*numbers, for_good=for_good)
-        for known in (self.kept, self.unfound):
+        for known in (self.kept, self.unindexed):
             if not for_good:
                 self.maybe |= known & set(numbers)
             known.difference_update(numbers)
@@ -126,7 +127,7 @@ class StorageMachine(RuleBasedStateMachine):
         if self.storage.facts.evicts:
             self.maybe |= self.kept
         else:
-            self.unfound |= self.kept
+            self.unindexed |= self.kept
         self.kept = set()
 
     @invariant()

@@ -110,7 +110,7 @@ class StorageSuite(StorageTimes):
         storage = self.make_storage(4)
         assert User(storage, sizes).put(0, 1, 2) == [THERE] * 3
         storage = self.next_process(storage)
-        assert storage.has_unfound
+        assert storage.has_unindexed
         user = User(storage)
         assert user.find(0, 1, 2) == [THERE] * 3
         assert user.get(0, 1, 2) == [THERE] * 3
@@ -198,7 +198,7 @@ class StorageSuite(StorageTimes):
         assert len(user.found(*range(6))) <= 4 or storage.facts.is_shared
         self.end(storage)
 
-    def test_found_blocks_stay_and_unfound_ones_make_room(self) -> None:
+    def test_found_blocks_stay_and_unindexed_ones_make_room(self) -> None:
         storage = self.make_storage(6)
         User(storage).put(*range(6))
         storage = self.next_process(storage)

@@ -193,7 +193,7 @@ class StorageTier(ABC):
         """Current capacity in blocks."""
 
     @property
-    def has_unfound(self) -> bool:
+    def has_unindexed(self) -> bool:
         """Whether the tier may have blocks that this process has neither put nor found."""
         return True
 
@@ -210,8 +210,8 @@ class StorageTier(ABC):
         """
         return ""
 
-    def unfound_keys(self) -> list[BlockKey]:
-        """Return the keys of unfound blocks that the tier can name, in the order of eviction.
+    def unindexed_keys(self) -> list[BlockKey]:
+        """Return the keys of unindexed blocks that the tier can name, in the order of eviction.
 
         For a caller that takes all of them, or drops all of them.
         """
@@ -222,11 +222,11 @@ class StorageTier(ABC):
 
         Among them are dropped ones, unless they were dropped for good.
         """
-        return self.unfound_keys()
+        return self.unindexed_keys()
 
     def kept_keys(self) -> KeptKeys:
-        """Return the keys of unfound blocks, in ranges, so that few are in memory at once."""
-        return KeptKeys(self.unfound_keys())
+        """Return the keys of unindexed blocks, in ranges, so that few are in memory at once."""
+        return KeptKeys(self.unindexed_keys())
 
     @abstractmethod
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:

@@ -366,7 +366,7 @@ class Harness:
     def end(self) -> None:
         """Release every request, finish every copy, and close the cache as it is."""
         self.locking.grant_all()
-        self.device.let_go()
+        self.device.release()
         self.open_storage()
         for request in list(self.requests):
             self.release(request)
@@ -379,7 +379,7 @@ class Harness:
     def close(self) -> None:
         """End everything. No leased block may be left."""
         self.locking.grant_all()
-        self.device.let_go()
+        self.device.release()
         self.open_storage()
         for request in list(self.requests):
             self.release(request)

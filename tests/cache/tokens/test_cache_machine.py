@@ -309,7 +309,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        self.let_go()
+        self.release_device()
         assert self.cache.drain()
         assert all(request.lease.ready for request in self.harness.requests)
 
@@ -320,9 +320,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.device.hold(*held)
 
     @rule()
-    def let_go(self) -> None:
+    def release_device(self) -> None:
         self.is_held = False
-        self.device.let_go()
+        self.device.release()
         self.harness.wait()
 
     @rule(direction=directions, nth=st.integers(1, 2), how=st.sampled_from(["", "half", "crash"]))
@@ -393,9 +393,9 @@ class StorageMachine(CacheMachine):
         self.harness.storage.open_writes.clear()
 
     @rule()
-    def let_go(self) -> None:
+    def release_device(self) -> None:
         self.harness.open_storage()
-        super().let_go()
+        super().release_device()
 
     @precondition(lambda self: self.harness.shelf.blocks)
     @rule(data=st.data())
@@ -415,7 +415,7 @@ class StorageMachine(CacheMachine):
     @rule(disk_blocks=st.sampled_from([10, 10, 4]), opens_in_steps=st.booleans())
     def restart(self, disk_blocks: int, opens_in_steps: bool) -> None:
         """A new cache recovers the blocks that the last one has stored."""
-        self.let_go()
+        self.release_device()
         shelf = self.harness.shelf
         self.harness.end()
         self.harness = self.make_harness(

@@ -111,7 +111,7 @@ def test_commit_before_the_lease_is_ready_is_refused(harness: Harness) -> None:
     request = harness.ask([*A, 9])
     with pytest.raises(UsageError, match="not ready; poll"):
         harness.cache.commit(request.lease, 4)
-    harness.device.let_go()
+    harness.device.release()
 
 
 def test_lease_of_another_cache_is_refused(make_harness: MakeHarness) -> None:
@@ -180,7 +180,7 @@ def test_two_requests_share_a_load_in_flight(harness: Harness) -> None:
     assert not two.lease.ready
     assert two.lease.slots[:4] == one.lease.slots[:4]
     assert two.lease.record.load_bytes == 0
-    harness.device.let_go()
+    harness.device.release()
     assert harness.cache.drain()
     assert harness.device.num_copies[Direction.LOAD] == 1
     for request in (one, two):
@@ -194,7 +194,7 @@ def test_load_goes_on_when_its_request_goes_away(harness: Harness) -> None:
     request = harness.ask([*A, 9])
     harness.release(request)
     harness.check()
-    harness.device.let_go()
+    harness.device.release()
     assert harness.cache.drain()
     harness.check()
     assert harness.matched(A) == [DEVICE] * 4
@@ -206,7 +206,7 @@ def test_sources_of_a_load_can_not_be_evicted(harness: Harness) -> None:
     harness.release(request)
     harness.cache.clear(HOST)
     assert harness.held(HOST) == 4
-    harness.device.let_go()
+    harness.device.release()
     assert harness.cache.drain()
     harness.cache.clear(HOST)
     assert harness.held(HOST) == 0
@@ -215,7 +215,7 @@ def test_sources_of_a_load_can_not_be_evicted(harness: Harness) -> None:
 
 def test_what_was_loaded_for_a_request_can_not_be_evicted(harness: Harness) -> None:
     harness.put_on_host([*A, 9])
-    harness.device.let_go()
+    harness.device.release()
     request = harness.start([*A, 9])
     harness.cache.clear(DEVICE)
     assert harness.matched(A) == [DEVICE] * 4
@@ -226,7 +226,7 @@ def test_what_was_loaded_for_a_request_can_not_be_evicted(harness: Harness) -> N
 def test_failed_load_breaks_the_lease_and_is_recomputed(harness: Harness, how: str) -> None:
     harness.put_on_host([*A, 9])
     getattr(harness.device, how)(Direction.LOAD)
-    harness.device.let_go()
+    harness.device.release()
     broken = harness.start([*A, 9])
     assert broken.lease.ready
     assert broken.lease.broken
@@ -245,7 +245,7 @@ def test_failed_load_breaks_every_lease_that_waited_for_it(harness: Harness) -> 
     harness.put_on_host(A)
     harness.device.fail(Direction.LOAD)
     one, two = harness.ask([*A, 9]), harness.ask([*A, 8])
-    harness.device.let_go()
+    harness.device.release()
     assert harness.cache.drain()
     assert one.lease.broken
     assert two.lease.broken
@@ -263,7 +263,7 @@ def test_late_load_is_given_up_and_arrives_for_others(harness: Harness) -> None:
     assert late.lease.broken
     assert count(harness.cache.metrics, "kvtier_late_loads_total") == 1
     harness.release(late)
-    harness.device.let_go()
+    harness.device.release()
     assert harness.cache.drain()
     assert harness.start([*A, 9]).lease.record.hit_blocks == {DEVICE: 4}
 
@@ -280,7 +280,7 @@ def test_what_is_recomputed_while_its_load_is_late_stays_private(harness: Harnes
     harness.cache.commit(again.lease, 4)
     assert again.lease.num_shared == 0
     harness.check()
-    harness.device.let_go()
+    harness.device.release()
     assert harness.cache.drain()
     harness.cache.commit(again.lease, 4)
     assert again.lease.num_shared == 4
@@ -294,7 +294,7 @@ def test_hole_left_by_a_failed_load_is_filled_by_recomputing(harness: Harness) -
     harness.device.hold(Direction.LOAD)
     harness.device.fail(Direction.LOAD)
     front, back = harness.ask([*A, 9]), harness.ask([*A, *B])
-    harness.device.let_go()
+    harness.device.release()
     assert harness.cache.drain()
     assert front.lease.broken
     assert back.lease.broken
@@ -311,7 +311,7 @@ def test_memory_from_which_a_copy_failed_twice_is_not_copied_from_again(harness:
         harness.device.hold(Direction.LOAD)
         harness.device.fail(Direction.LOAD)
         request = harness.ask([*A, 9])
-        harness.device.let_go()
+        harness.device.release()
         assert harness.cache.drain()
         assert request.lease.broken
         harness.release(request)

@@ -86,7 +86,7 @@ def test_write_back_that_takes_too_long_keeps_the_block(make_harness: MakeHarnes
     harness.device.hold(Direction.STORE)
     assert harness.fetch(B) is None, "the only room is still being read"
     assert harness.matched(A) == [DEVICE] * 4
-    harness.device.let_go()
+    harness.device.release()
     assert harness.cache.drain()
     harness.check()
     assert harness.held(HOST) == 3
@@ -272,7 +272,7 @@ def test_flipped_bit_in_a_load_is_noticed(harness: Harness) -> None:
     """Negative control for loads. Lower tiers check the stored bytes."""
     harness.put_on_host(A)
     harness.device.flip(Direction.LOAD)
-    harness.device.let_go()
+    harness.device.release()
     request = harness.start([*A, 9])
     with pytest.raises(AssertionError, match="wrong bytes"):
         harness.check_request(request)
@@ -321,7 +321,7 @@ def test_drain_says_when_it_had_to_stop(harness: Harness) -> None:
     harness.put_on_host(A)
     assert harness.fetch([*A, 9]) is not None
     assert not harness.cache.drain(timeout_s=0.0)
-    harness.device.let_go()
+    harness.device.release()
     assert harness.cache.drain()
 
 

@@ -130,7 +130,7 @@ def test_pieces_are_copied_on_while_the_next_is_read(restarted: Harness) -> None
     ]
     assert copies[0].job is not None
     assert not request.lease.ready
-    restarted.device.let_go()
+    restarted.device.release()
     assert restarted.cache.drain()
     restarted.check_request(request)
 
@@ -180,9 +180,9 @@ def test_unclaimed_blocks_make_room_for_new_ones(make_harness: MakeHarness) -> N
         first.serve([*prompt, 9])
     shelf.blocks.update(first.shelf.blocks)
     harness = make_harness(disk_blocks=10, shelf=shelf)
-    assert harness.storage.num_unfound == 8
+    assert harness.storage.num_unindexed == 8
     harness.serve([*C, 9])
-    assert harness.storage.num_unfound == 6, "two were free, two had to go"
+    assert harness.storage.num_unindexed == 6, "two were free, two had to go"
     assert harness.held(DISK) == 4
     assert len(shelf.blocks) == 10
 

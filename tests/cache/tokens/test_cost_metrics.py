@@ -130,7 +130,7 @@ def test_what_is_under_way_is_a_gauge_until_it_has_ended(make_harness: MakeHarne
     route = {"src": HOST, "dst": DEVICE}
     metrics = harness.cache.update_metrics()
     assert count(metrics, "kvtier_transfers_in_flight", **route) == 1
-    harness.device.let_go()
+    harness.device.release()
     assert harness.cache.drain()
     harness.finish(request)
     metrics = harness.cache.update_metrics()

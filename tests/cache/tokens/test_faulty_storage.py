@@ -196,7 +196,7 @@ def test_request_whose_read_hangs_computes_in_the_end(
     harness.release(request)
     again = harness.ask(LONG, load=False)
     assert again.lease.num_shared == 0
-    storage.let_go()
+    storage.release()
     assert harness.cache.drain()
     harness.finish(again)
     assert harness.matched(LONG) == [DEVICE] * 4
@@ -209,7 +209,7 @@ def test_writes_that_hang_hold_up_nobody(faulty: tuple[Harness, FaultyStorage]) 
         request = serve_while_writes_hang(harness, [*prompt, 9])
         assert not request.lease.broken
     assert hits(serve_while_writes_hang(harness, LONG)) == {DISK: 4}
-    storage.let_go()
+    storage.release()
     assert harness.cache.drain()
     harness.serve([*B, 9])
     harness.serve([*C, 9])
@@ -224,7 +224,7 @@ def test_slow_storage_is_waited_for_while_it_is_worth_it(
     request = harness.ask(LONG)
     harness.cache.poll()
     assert not request.lease.ready
-    storage.let_go("get")
+    storage.release("get")
     assert harness.cache.drain()
     assert not request.lease.broken
     harness.finish(request)

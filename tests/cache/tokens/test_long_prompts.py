@@ -154,7 +154,7 @@ def test_keys_that_were_computed_ahead_are_not_hashed_again(
     num_blocks, shelf = 4 * FIRST_KEYS, StoredBlocks()
     harness = a_harness(num_blocks, shelf)
     assert not harness.cache.wants_keys(token_labels([1] * 99_999, BLOCK_SIZE)), (
-        "nothing is unfound"
+        "nothing is unindexed"
     )
     labels = token_labels(a_prompt(num_blocks), BLOCK_SIZE)
     labels.compute_keys(NS)

@@ -164,7 +164,7 @@ def test_a_load_from_the_host_can_be_followed(harness: Harness) -> None:
     request = harness.ask([*A, 9])
     gate = harness.cache.follow(request.lease)
     assert gate is not None
-    harness.device.let_go()
+    harness.device.release()
     for layer in range(2):
         gate.hold_compute(layer)
     gate.wait()
@@ -179,7 +179,7 @@ def test_a_load_that_another_request_began_is_followed_too(harness: Harness) -> 
     first, second = harness.ask([*A, 9]), harness.ask([*A, 9])
     gate = harness.cache.follow(second.lease)
     assert gate is not None
-    harness.device.let_go()
+    harness.device.release()
     gate.wait()
     harness.cache.poll()
     for request in (first, second):
@@ -216,7 +216,7 @@ def test_a_step_that_fails_ends_the_gate_and_breaks_the_lease(
     gate = harness.cache.follow(request.lease)
     assert gate is not None
     getattr(harness.device, fault)(Direction.LOAD, nth=step)
-    harness.device.let_go()
+    harness.device.release()
     with pytest.raises(DeviceError):
         gate.hold_compute(step - 1)
     harness.cache.poll()

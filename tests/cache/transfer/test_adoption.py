@@ -149,7 +149,7 @@ def test_what_is_found_is_the_intersection_and_the_rest_is_erased(
         found = ranks.found(every)
         assert not found & early, "told twice"
         assert found | early == everywhere - (changed - early)
-        assert not ranks.mover.has_unfound(DISK)
+        assert not ranks.mover.has_unindexed(DISK)
         erased = {
             block.key for each in ranks.told if each.verb is Verb.ERASE for block in each.names
         }
@@ -179,7 +179,7 @@ def test_key_is_found_as_soon_as_it_is_sure_that_all_ranks_have_it(
     num_found = []
     while not ranks.mover.is_complete:
         ranks.step()
-        num_found.append(ranks.mover._adoptions[DISK].num_unfound)
+        num_found.append(ranks.mover._adoptions[DISK].num_unindexed)
     assert num_found[1:4] == [5, 10, 15]
     assert num_found[-1] == len(ALL)
 
@@ -203,7 +203,7 @@ def test_reports_are_small_and_keys_are_sent_once(monkeypatch: pytest.MonkeyPatc
     assert ranks.finish() <= num_keys // 8192 + 3
     assert ranks.num_bytes <= 33 * num_keys
     assert ranks.most_keys <= 8192
-    assert ranks.mover._adoptions[DISK].num_unfound == num_keys
+    assert ranks.mover._adoptions[DISK].num_unindexed == num_keys
     assert len(ranks.found(keys[:1000])) == 1000
 
 
@@ -232,7 +232,7 @@ def test_nothing_is_found_any_more_once_nothing_is_wanted(
         ranks.hello(1)
     for _ in range(when):
         ranks.step()
-    ranks.mover.drop_unfound(DISK)
+    ranks.mover.drop_unindexed(DISK)
     ranks.hello(0, 1)
     ranks.finish()
     assert ranks.found(ALL) == set()

@@ -75,7 +75,7 @@ class Rig:
         for _ in range(3):
             self.storage.fail("find")
             assert self.find(8) == []
-        assert not self.mover.has_unfound(DISK)
+        assert not self.mover.has_unindexed(DISK)
 
 
 def ended(job: Job) -> Job:
@@ -86,7 +86,7 @@ def ended(job: Job) -> Job:
 def a_rig(facts: StorageFacts) -> Iterator[Rig]:
     rig = Rig(facts)
     yield rig
-    rig.storage.let_go()
+    rig.storage.release()
     assert rig.mover.close(30) == set()
     rig.host.close()
 
@@ -218,9 +218,9 @@ def test_nothing_to_drop_is_no_answer(rig: Rig) -> None:
     wait_until(rig.is_idle)
     rig.storage.fail("find")
     assert rig.find(0) == []
-    assert not rig.mover.has_unfound(DISK), "the pause doubled"
+    assert not rig.mover.has_unindexed(DISK), "the pause doubled"
     rig.now += 1
-    assert not rig.mover.has_unfound(DISK)
+    assert not rig.mover.has_unindexed(DISK)
 
 
 def test_storage_that_owes_too_many_is_not_written_to(
@@ -270,15 +270,15 @@ def test_look_up_that_got_no_answer_says_nothing(rig: Rig) -> None:
 def test_storage_may_have_what_it_gave_no_answer_for(rig: Rig) -> None:
     """Blocks whose look-up failed count as present in storage until they are found or dropped."""
     rig.fill(0, 1, 2)
-    assert not rig.mover.has_unfound(DISK)
+    assert not rig.mover.has_unindexed(DISK)
     for fault in (rig.storage.lose, rig.storage.fail):
         fault("find")
         rig.find(0, 1)
-        assert rig.mover.has_unfound(DISK)
+        assert rig.mover.has_unindexed(DISK)
         assert rig.find(0) == [THERE]
-        assert rig.mover.has_unfound(DISK)
+        assert rig.mover.has_unindexed(DISK)
         rig.drop(1)
-        assert not rig.mover.has_unfound(DISK), "nobody wants it any more"
+        assert not rig.mover.has_unindexed(DISK), "nobody wants it any more"
         wait_until(rig.is_idle)
 
 
@@ -361,7 +361,7 @@ def test_drop_that_others_are_told_of_is_waited_for_by_nobody(shared: Rig) -> No
     assert shared.find(0, 1) == [ABSENT, THERE]
     assert shared.kept == {0, 1}, "nobody was told yet"
     assert shared.moved("write", 0).lost == {0}
-    shared.storage.let_go("drop")
+    shared.storage.release("drop")
     wait_until(lambda: shared.kept == {1})
     wait_until(shared.is_idle)
     assert shared.moved("write", 0).succeeded

@@ -161,7 +161,7 @@ def device() -> FencedDevice:
 def engine(device: FencedDevice) -> Iterator[TransferEngine]:
     engine = TransferEngine(device)
     yield engine
-    device.let_go()
+    device.release()
     engine.close()
 
 
@@ -180,7 +180,7 @@ def test_compute_follows_a_load_step_by_step(engine: TransferEngine, device: Fen
     steps = [_batch(1), _batch(2), _batch(3)]
     device.hold(Direction.LOAD)
     job = engine.submit(steps, Direction.LOAD)
-    device.let_go()
+    device.release()
     for step, batch in enumerate(steps):
         job.hold_compute(step)
         assert _arrived(batch)
@@ -235,7 +235,7 @@ def test_one_direction_runs_in_order(engine: TransferEngine, device: FencedDevic
     same_target = [CopyBatch(b.src, target, b.src_offset, b.dst_offset, b.size) for b in batches]
     jobs = [engine.submit([batch], Direction.LOAD) for batch in same_target]
     assert not any(job.done for job in jobs)
-    device.let_go()
+    device.release()
     assert all(job.wait(60) for job in jobs)
     assert set(memory_bytes(target).tolist()) == {5}
 
@@ -295,7 +295,7 @@ def test_bytes_in_line_are_counted_per_direction(
     assert engine.queued_bytes(Direction.LOAD) == 6
     assert engine.queued_bytes(Direction.STORE) == 0
     assert not jobs[0].wait(0), "a time-out is False, and the job goes on"
-    device.let_go()
+    device.release()
     assert all(job.wait(60) for job in jobs)
     assert engine.queued_bytes(Direction.LOAD) == 0
 

@@ -23,7 +23,7 @@ from kvtier.connectors.vllm.offloading.ascend import split_caches  # noqa: E402
 from kvtier.connectors.vllm.offloading.translation import HostSlots  # noqa: E402
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages  # noqa: E402
 from kvtier.connectors.vllm.shared.copies import BlockSlots  # noqa: E402
-from kvtier.connectors.vllm.shared.worker import RankCapacity  # noqa: E402
+from kvtier.connectors.vllm.shared.worker import RankLimits  # noqa: E402
 from kvtier.core.errors import LayoutError  # noqa: E402
 from kvtier.core.types import Slot  # noqa: E402
 from tests.devices.drivers import make_device  # noqa: E402
@@ -185,7 +185,7 @@ def test_keys_and_values_come_back_through_cann(
     slot_bytes = 4096
     device = make_device(fake)
     monkeypatch.setattr(device, "prepare", lambda: None)  # what is measured here may rank any first
-    worker = OffloadedPages(caches, device, RankCapacity(slot_bytes, 8), pages_per_block, rank=0)
+    worker = OffloadedPages(caches, device, RankLimits(slot_bytes, 8), pages_per_block, rank=0)
     before = [part.view(torch.uint8).clone() for part in tensors]
     slots = HostSlots(BlockSlots([*map(Slot, [5, 2] if pages_per_block == 2 else [5, 2, 7])]))
     try:

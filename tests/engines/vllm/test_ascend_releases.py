@@ -22,7 +22,7 @@ from kvtier.connectors.vllm.offloading.translation import HostSlots
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.shared.copies import BlockSlots, PageRange
 from kvtier.connectors.vllm.shared.pages import layer_sizes, tell_pages
-from kvtier.connectors.vllm.shared.worker import RankCapacity, TierWorker
+from kvtier.connectors.vllm.shared.worker import RankLimits, TierWorker
 from kvtier.core.types import Slot
 from kvtier.devices import Direction
 from tests.devices.drivers import make_device
@@ -145,7 +145,7 @@ class _Harness:
         device = make_device(self.fake)
         monkeypatch.setattr(device, "prepare", lambda: None)  # it may rank any way first
         page_bytes = sum(part.shape[1] for part in self.parts)
-        room = RankCapacity(-(-page_bytes // 4096) * 4096, num_slots=8)
+        room = RankLimits(-(-page_bytes // 4096) * 4096, num_slots=8)
         self.rank = RANKS[connector](ascend, caches, device, room, 1, 0)
         for seed, part in enumerate(self.parts):
             random = torch.Generator().manual_seed(seed)
@@ -247,7 +247,7 @@ def test_a_waited_store_has_read_its_pages(harness: _Harness) -> None:
     before = [part.clone() for part in harness.parts]
     harness.fake.hold()
     harness.rank.begin_store(1, [2], [3])
-    harness.fake.let_go()
+    harness.fake.release()
     harness.rank.worker.wait({1})
     for part in harness.parts:
         part[2] = 0  # the page is another request's now

@@ -31,7 +31,7 @@ from kvtier.connectors.vllm.offloading.translation import HostSlots
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.shared.copies import BlockSlots
 from kvtier.connectors.vllm.shared.request_state import Advice
-from kvtier.connectors.vllm.shared.worker import RankCapacity
+from kvtier.connectors.vllm.shared.worker import RankLimits
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import DISK, HOST, BlockKey, BlockName, Direct, Slot, Verify
 from kvtier.devices import Device, find_device
@@ -239,7 +239,7 @@ class Rank:
             [[CanonicalKVCacheRef(at, sizes[at]) for at in group] for group in groups],
         )
         disk = DiskOptions(folder, 8 * self.slot_bytes, direct=direct, verify=verify)
-        room = RankCapacity(self.slot_bytes, 8, disk)
+        room = RankLimits(self.slot_bytes, 8, disk)
         self.worker = OffloadedPages(caches, device or find_device("cpu"), room, n, rank=0)
         self._num_jobs = 0
 

@@ -248,7 +248,7 @@ def test_a_read_waits_for_those_who_use_its_pages_still(
         assert rank.fake.num_transfers == 0
     else:
         rank.worker.wait({9})
-    rank.fake.let_go()
+    rank.fake.release()
     rank.worker.wait({9})
     assert [each.job_id for each in rank.worker.get_finished()] == [9]
     rank.fake.wait_for(rank.stream)

@@ -58,7 +58,7 @@ def slab(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_kv_comes_from_host_and_after_a_restart_from_disk(
     alone: dict[str, list[tuple[int, Answer]]], slab: Path
 ) -> None:
-    with engine(with_disk(slab)) as llm:
+    with engine(with_disk(slab, load_policy="always")) as llm:
         assert one_by_one(llm, PROMPTS) == alone["cold"]
         assert llm.reset_prefix_cache()
         before = {
@@ -67,7 +67,7 @@ def test_kv_comes_from_host_and_after_a_restart_from_disk(
         assert one_by_one(llm, PROMPTS) == alone["warm"]
         assert count("vllm:kvtier_loaded_chunks_total", tier="host") - before["host"] == 36
         assert count("vllm:kvtier_loaded_chunks_total", tier="disk") == before["disk"]
-    with engine(with_disk(slab)) as llm:
+    with engine(with_disk(slab, load_policy="always")) as llm:
         before = {
             tier: count("vllm:kvtier_loaded_chunks_total", tier=tier) for tier in ("host", "disk")
         }

@@ -28,7 +28,7 @@ from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.shared import worker as worker_module
 from kvtier.connectors.vllm.shared.copies import BlockSlots
 from kvtier.connectors.vllm.shared.step import DueRequests
-from kvtier.connectors.vllm.shared.worker import REST_S, RankCapacity
+from kvtier.connectors.vllm.shared.worker import REST_S, RankLimits
 from kvtier.core.types import Slot
 from kvtier.devices import find_device
 
@@ -58,7 +58,7 @@ def worker() -> Any:
     caches = CanonicalKVCaches(
         [CanonicalKVCacheTensor(tensor, PAGE_BYTES)], [[CanonicalKVCacheRef(0, PAGE_BYTES)]]
     )
-    made = OffloadedPages(caches, find_device("cpu"), RankCapacity(PAGE_BYTES, 8), 1, rank=0)
+    made = OffloadedPages(caches, find_device("cpu"), RankLimits(PAGE_BYTES, 8), 1, rank=0)
     yield made
     made.shutdown()
 

@@ -224,7 +224,7 @@ def test_block_that_is_read_does_not_leave(tmp_path: Path, disk: FaultyDisk) -> 
         for key, row in zip(more, output.store_spec.chunk_ids, strict=True):
             harness.rows[row] = bytes_of(key)
         harness.manager.complete_store(more, other)
-        disk.let_go("read")
+        disk.release("read")
         harness.finish(context)
         harness.finish(other)
         assert harness.load(keys) == [True] * 3
@@ -247,7 +247,7 @@ def test_disk_that_is_too_slow_does_not_hold_the_host_tier(
                 harness.rows[row] = bytes_of(key)
             harness.manager.complete_store(keys, context)
             harness.manager.on_schedule_end(STEP)
-        disk.let_go("write")
+        disk.release("write")
         for context in contexts:
             harness.finish(context)
         harness.forget_host()

@@ -68,7 +68,7 @@ def test_store_that_is_gone_is_no_reason_to_stop(
     with engine(config) as llm:
         proxy.hold()
         assert one_by_one(llm, PROMPTS[:2]) == alone["cold"][:2]
-        proxy.let_go()
+        proxy.release()
         proxy.close()
         assert one_by_one(llm, PROMPTS[2:]) == alone["cold"][2:]
         assert llm.reset_prefix_cache()

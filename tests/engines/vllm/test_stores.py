@@ -198,7 +198,7 @@ def test_store_that_dies_costs_its_blocks_only(server: ValkeyServer, valkey: str
 
 def _asks_again(harness: Replica) -> bool:
     harness.load(next(_OTHERS))
-    return bool(harness.manager._mover.has_unfound("valkey"))
+    return bool(harness.manager._mover.has_unindexed("valkey"))
 
 
 _OTHERS = iter(range(1000, 100_000))
@@ -238,7 +238,7 @@ def test_store_that_answers_nobody_holds_up_one_request_only(server: ValkeyServe
         assert harness.num_steps == num_steps, "others waited for it, too"
         harness.compute(1, 2)
         assert harness.load(1, 2) == 2
-        proxy.let_go()
+        proxy.release()
         harness.settle()
     proxy.close()
 

@@ -147,10 +147,10 @@ class Fake:
     # -- faults -----------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Hold all streams until ``let_go``."""
+        """Hold all streams until ``release``."""
         self._library.fake_hold(1)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._library.fake_hold(0)
 
     def fail_call(self, name: str, code: int, nth: int = 1) -> None:

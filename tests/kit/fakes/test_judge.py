@@ -99,7 +99,7 @@ def test_nothing_is_copied_when_it_is_submitted(gpu: Cuda) -> None:
     assert gpu.load(0, 0, 4) == 0
     assert gpu.fake.num_pending == 1
     assert not gpu.fake.peek(gpu.device, 4).any()
-    gpu.fake.let_go()
+    gpu.fake.release()
     assert gpu.synchronize() == 0
     assert gpu.fake.peek(gpu.device, 4).tobytes() == b"data"
     assert gpu.fake.violations == []
@@ -218,7 +218,7 @@ def test_arrays_that_change_too_early_are_noticed() -> None:
     gpu.fake.hold()
     assert gpu.batch([(0, 0, 8), (8, 8, 8)]) == 0
     gpu.arrays[2][0] = 4
-    gpu.fake.let_go()
+    gpu.fake.release()
     assert gpu.synchronize() == 0
     assert any("changed before it was done" in line for line in gpu.fake.violations)
 

@@ -146,6 +146,6 @@ def test_a_disk_that_hangs_holds_nobody_up(
         warm = engine.submit(prompt, GREEDY).result(60)
         assert other.finish_reason == "length"
         assert same(cold, warm)
-        disk.let_go("read", "write")
+        disk.release("read", "write")
         assert engine.drain()
         engine.call(engine.cache.check_invariants)

@@ -61,7 +61,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyDevice]:
     device = FaultyDevice(CpuDevice(threads=1))
     monkeypatch.setattr("kvtier.serve.engine.engine.find_device", lambda name: device)
     yield device
-    device.let_go()
+    device.release()
 
 
 def ask(engine: Engine, prompt: list[int], salt: str = "") -> Completion:
@@ -368,7 +368,7 @@ def test_a_load_that_hangs_holds_up_nobody_for_long(
     handle = engine.submit(prompt, KEEP)
     ask(engine, other)
     assert not handle.done
-    faulty.let_go()
+    faulty.release()
     warm = handle.result(60)
     assert warm.hit_tokens == {HOST: 192}, "it was only late for those that follow it"
     assert same(cold, warm)
@@ -387,7 +387,7 @@ def test_a_load_past_its_deadline_is_recomputed(
     warm = ask(engine, prompt)
     assert warm.num_cached_tokens == 0
     assert same(cold, warm)
-    faulty.let_go()
+    faulty.release()
     check_nothing_leaked(engine)
 
 
@@ -403,6 +403,6 @@ def test_a_client_may_leave_while_its_prompt_follows(
     handle = engine.submit(prompt, KEEP)
     handle.abort()
     assert handle.result(60).finish_reason == "abort"
-    faulty.let_go()
+    faulty.release()
     assert same(cold, ask(engine, prompt))
     check_nothing_leaked(engine)

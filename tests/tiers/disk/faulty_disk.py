@@ -36,7 +36,7 @@ class FaultyDisk(DiskSystem):
         self.deadlines: list[tuple[str, float | None]] = []
         self._gates = {operation: Event() for operation in self.OPERATIONS}
         self._stalls = {operation: _Stall() for operation in self.OPERATIONS}
-        self.let_go(*self.OPERATIONS)
+        self.release(*self.OPERATIONS)
 
     # planned faults
 
@@ -54,18 +54,18 @@ class FaultyDisk(DiskSystem):
         self._plan(operation, nth, lambda address: -_FLIP)
 
     def hold(self, *operations: str) -> None:
-        """Hold these operations until ``let_go``."""
+        """Hold these operations until ``release``."""
         for operation in operations:
             self._gates[operation].clear()
 
-    def let_go(self, *operations: str) -> None:
+    def release(self, *operations: str) -> None:
         """Release these operations."""
         for operation in operations:
             self._gates[operation].set()
             self._stalls[operation].end()
 
     def stall(self, *operations: str, after: int = 0) -> None:
-        """Finish ``after`` more reads or writes, and hold all later ones until ``let_go``.
+        """Finish ``after`` more reads or writes, and hold all later ones until ``release``.
 
         An operation with a deadline is cancelled at its deadline.
         """

@@ -50,7 +50,7 @@ class Moving:
         self.harness.fake.fill(memory.address, memory.nbytes, value, self.stream)
 
     def close(self) -> None:
-        self.harness.fake.let_go()
+        self.harness.fake.release()
         assert not self.mover.close(60)
         self.harness.close()
         assert self.harness.fake.storage_leaks == []
@@ -97,7 +97,7 @@ def test_a_read_waits_for_those_who_use_its_slots_still(
         wait_until(
             lambda: harness.fake.num_pending > 1
         )  # the device's copies stand beside its compute
-    harness.fake.let_go()
+    harness.fake.release()
     assert job.wait(60)
     assert job.succeeded
     harness.device.fence().wait()
@@ -118,7 +118,7 @@ def test_a_write_waits_until_its_blocks_are_computed(moving: Moving, heeds: bool
     job = moving.begin(DEVICE, DISK)
     if not heeds:  # time to begin before what it should have waited for
         time.sleep(0.3)
-    harness.fake.let_go()
+    harness.fake.release()
     assert job.wait(60)
     assert job.succeeded
     assert (harness.fake.violations == []) == heeds

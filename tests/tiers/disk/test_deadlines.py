@@ -37,7 +37,7 @@ def a_tier(
     options = DiskOptions(folder / "slab", num_blocks * SLOT_BYTES, **changes)
     tier = DiskTier(options, group, system=system, monotonic=clock or time.monotonic)
     yield tier, system
-    system.let_go(*system.OPERATIONS)
+    system.release(*system.OPERATIONS)
     tier.check_invariants()
     tier.close()
 
@@ -75,7 +75,7 @@ def test_what_hangs_is_given_up_when_the_first_deadline_comes(
             else:
                 assert user.put(2, 3) == [FAILED] * 2
             assert time.monotonic() - began < 20
-            system.let_go(operation)
+            system.release(operation)
             assert User(tier).get(0, 1) == [THERE] * 2
             tier.drop([stored_key(0), stored_key(1)], for_good=True)
 
@@ -89,7 +89,7 @@ def test_blocks_of_many_namespaces_have_one_deadline_together(tmp_path: Path) ->
         assert len(system.deadlines) == 3, "the disk was asked again, though the time was over"
         first_s, *_, last_s = (told_s or inf for _, told_s in system.deadlines)
         assert last_s < first_s, "the last one has what the others left"
-        system.let_go("write")
+        system.release("write")
         assert tier.put(names, memory.pieces) == [THERE] * 6
 
 
@@ -148,7 +148,7 @@ def test_look_up_does_not_wait_for_a_drop_that_hangs(tmp_path: Path) -> None:
         while not tier._lock.locked():
             time.sleep(0.001)
         assert user.find(1) == user.get(1) == user.put(2) == [FAILED]
-        system.let_go("journal")
+        system.release("journal")
         drop.join()
         assert User(tier).find(0) == [ABSENT]
         assert User(tier).get(1) == [THERE]
@@ -201,7 +201,7 @@ def test_block_in_two_parts_has_one_deadline(tmp_path: Path, which: str) -> None
         user = User(tier, timeout_s=0.05)
         call: Callable[..., list[Outcome]] = getattr(user, which)
         assert call(0 if which == "get" else 1) == [FAILED]
-        system.let_go("read", "write")
+        system.release("read", "write")
         assert User(tier).get(0) == [THERE]
         assert User(tier).get(1) == [ABSENT], "one part is none"
         names = [BlockName(NAMESPACE, 0, stored_key(1))]

@@ -285,7 +285,7 @@ def computing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harnes
     harness.fake.hold()
     harness.fake.fill(harness.memory.address, 4 * PAGE, 9, stream[0])
     yield harness
-    harness.fake.let_go()
+    harness.fake.release()
     harness.close()
 
 
@@ -298,7 +298,7 @@ def test_what_is_still_computed_is_not_stored(computing: Harness) -> None:
         assert move(*batch, 0.02).tolist() == [-errno.ECANCELED]
     assert computing.fake.num_transfers == 0
     waiting = Waiting(lambda: engine.write(*batch))
-    computing.fake.let_go()
+    computing.fake.release()
     waiting.thread.join()
     assert waiting.results == [4 * PAGE]
     assert set(computing.in_file(0, 4).tolist()) == {9}

@@ -77,7 +77,7 @@ def test_lasting_keys_name_all_that_a_restart_would_find(place: Place) -> None:
     tier.drop([stored_key(0)])
     tier.drop([stored_key(1)], for_good=True)
     assert sorted(tier.lasting_keys()) == sorted([stored_key(0), stored_key(2)])
-    assert tier.unfound_keys() == []
+    assert tier.unindexed_keys() == []
     tier.drop(tier.lasting_keys(), for_good=True)
     tier.check_invariants()
     assert tier.lasting_keys() == []

@@ -253,7 +253,7 @@ def test_load_does_not_wait_for_a_store(tmp_path: Path) -> None:
             assert here.load([key(1)], slots) == [OK]
             assert here.tier.allocate(3) is not None
         finally:
-            system.let_go("write")
+            system.release("write")
             writer.join()
 
 

@@ -41,7 +41,7 @@ class TestDiskTier(StorageSuite):
     def stall(self, storage: StorageTier, num_blocks: int) -> Iterator[None]:
         self.system.stall("read", "write", after=num_blocks)
         yield
-        self.system.let_go("read", "write")
+        self.system.release("read", "write")
 
     def reopen(self, storage: StorageTier) -> StorageTier:
         assert isinstance(storage, DiskTier)

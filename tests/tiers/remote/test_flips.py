@@ -14,7 +14,7 @@ from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope, as_headers, as_keys
 from kvtier.tiers.remote.s3.catalogue import PackLocation
-from kvtier.tiers.remote.s3.manifests import Grave, Manifest, Pack
+from kvtier.tiers.remote.s3.manifests import Manifest, Pack, Tombstone
 from kvtier.tiers.remote.s3.pack_reader import PackReader
 from kvtier.tiers.remote.s3.packs import PackShape, pack_name
 from tests.kit.effort import effort
@@ -112,7 +112,7 @@ def test_no_flipped_bit_of_a_pack_becomes_a_wrong_byte(secret: bytes) -> None:
 def test_no_flipped_bit_of_a_manifest_is_overlooked() -> None:
     at = random.Random(5)
     packs = [Pack(7, as_keys(KEYS[:5])), Pack(9, as_keys(KEYS[5:]))]
-    content = Manifest(BLOCK_BYTES, packs, [Grave(8, KEYS[0])]).to_bytes()
+    content = Manifest(BLOCK_BYTES, packs, [Tombstone(8, KEYS[0])]).to_bytes()
     assert Manifest.from_bytes(content) is not None
     for _ in range(IN_MANIFESTS):
         assert Manifest.from_bytes(flipped(content, at)) is None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvtier.testing.storage_user import Scattered, cuts, stored_bytes, stored_key
 from kvtier.tiers.remote.envelope import Envelope, as_keys
 from kvtier.tiers.remote.s3.catalogue import Catalogue
-from kvtier.tiers.remote.s3.manifests import Grave, Manifest, Pack
+from kvtier.tiers.remote.s3.manifests import Manifest, Pack, Tombstone
 from kvtier.tiers.remote.s3.pack_reader import GAP_BYTES, PART_BYTES, parts_of
 from kvtier.tiers.remote.s3.packs import PackShape, pack_name, pack_path
 
@@ -135,22 +135,22 @@ def test_answers_come_into_memory_of_those_before_them() -> None:
 
 
 def test_manifest_comes_back() -> None:
-    graves = [Grave(7, stored_key(9)), Grave(2**64 - 1, stored_key(8))]
-    written = Manifest(BLOCK_BYTES, [pack(5, 0, 1, 2), pack(6, 3)], graves)
+    tombstones = [Tombstone(7, stored_key(9)), Tombstone(2**64 - 1, stored_key(8))]
+    written = Manifest(BLOCK_BYTES, [pack(5, 0, 1, 2), pack(6, 3)], tombstones)
     read = Manifest.from_bytes(written.to_bytes())
     assert read is not None
-    assert (read.block_bytes, read.graves, read.newest) == (BLOCK_BYTES, graves, 2**64 - 1)
+    assert (read.block_bytes, read.tombstones, read.newest) == (BLOCK_BYTES, tombstones, 2**64 - 1)
     assert [each.stamp for each in read.packs] == [5, 6]
     assert [each.keys.tobytes() for each in read.packs] == [
         each.keys.tobytes() for each in written.packs
     ]
     empty = Manifest.from_bytes(Manifest(1).to_bytes())
     assert empty is not None
-    assert (empty.packs, empty.graves, empty.newest) == ([], [], 0)
+    assert (empty.packs, empty.tombstones, empty.newest) == ([], [], 0)
 
 
 def test_no_flipped_bit_in_a_manifest_is_overlooked() -> None:
-    content = Manifest(BLOCK_BYTES, [pack(5, 0, 1)], [Grave(7, stored_key(9))]).to_bytes()
+    content = Manifest(BLOCK_BYTES, [pack(5, 0, 1)], [Tombstone(7, stored_key(9))]).to_bytes()
     for at in range(8 * len(content)):
         spoiled = bytearray(content)
         spoiled[at // 8] ^= 1 << at % 8
@@ -176,7 +176,7 @@ def test_catalogue_agrees_with_a_dictionary(seed: int) -> None:
     """
     place = random.Random(seed)
     capacity = place.choice([1, 5, 200])
-    catalogue, known, buried = Catalogue(capacity), {}, {}
+    catalogue, known, deleted = Catalogue(capacity), {}, {}
     was_full = False
     for _ in range(30):
         numbers = place.sample(range(30), place.randint(1, 8))
@@ -199,9 +199,11 @@ def test_catalogue_agrees_with_a_dictionary(seed: int) -> None:
                     known.pop(number, None)
             case 3:
                 stamp = catalogue.next_stamp(0)
-                catalogue.bury([Grave(stamp, stored_key(number)) for number in numbers])
+                catalogue.apply_tombstones(
+                    [Tombstone(stamp, stored_key(number)) for number in numbers]
+                )
                 for number in numbers:
-                    buried[number] = stamp
+                    deleted[number] = stamp
                     known.pop(number, None)
         was_full |= len(known) > capacity
         catalogue.check_invariants()
@@ -218,23 +220,25 @@ def test_catalogue_agrees_with_a_dictionary(seed: int) -> None:
             assert found == {number: told[1:] for number, told in known.items()}
 
 
-def test_old_news_of_a_buried_block_is_no_news() -> None:
+def test_older_pack_does_not_bring_a_deleted_block_back() -> None:
     catalogue = Catalogue(10)
-    catalogue.bury([Grave(5, stored_key(0))])
+    catalogue.apply_tombstones([Tombstone(5, stored_key(0))])
     catalogue.add([pack(5, 0, 1), pack(4, 2)])
     assert catalogue.have([stored_key(0), stored_key(1), stored_key(2)]) == [False, True, True]
     catalogue.add([pack(6, 0)])
     assert catalogue.have([stored_key(0)]) == [True]
 
 
-def test_pack_is_empty_when_all_its_blocks_were_buried() -> None:
+def test_pack_is_empty_when_all_its_blocks_were_deleted() -> None:
     catalogue = Catalogue(10)
     both, single = pack(1, 0, 1), pack(2, 2)
     catalogue.add([both, single])
-    assert catalogue.bury([Grave(3, stored_key(0)), Grave(3, stored_key(2))]) == [
-        pack_name(single.keys)
-    ]
-    assert catalogue.bury([Grave(4, stored_key(1))]) == [pack_name(both.keys)]
+    assert catalogue.apply_tombstones(
+        [Tombstone(3, stored_key(0)), Tombstone(3, stored_key(2))]
+    ) == [pack_name(single.keys)]
+    assert catalogue.apply_tombstones([Tombstone(4, stored_key(1))]) == [pack_name(both.keys)]
     catalogue.add([pack(5, 0, 1)])
     catalogue.forget([stored_key(0)])
-    assert catalogue.bury([Grave(6, stored_key(1))]) == [], "who knows about the other one"
+    assert catalogue.apply_tombstones([Tombstone(6, stored_key(1))]) == [], (
+        "who knows about the other one"
+    )

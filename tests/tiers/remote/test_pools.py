@@ -100,7 +100,7 @@ def test_replica_loads_what_another_has_computed(store: Store) -> None:
     with replica(store()) as first, replica(store()) as second:
         assert first.keep(1, 2, 3)
         first.settle()
-        if second.pool.ladder.unfound(finds_at_once=False):
+        if second.pool.ladder.unindexed(finds_at_once=False):
             asked_for = places(second, 1, 2, 3, 4)
         else:
             until_stored(second, 1, 2, 3)
@@ -142,7 +142,7 @@ def test_store_that_answers_nobody_is_waited_for_once(server: ValkeyServer) -> N
             _, asked = harness.pool.lookup([key_of(number)])
             assert not asked, "others wait for a store that is late"
         assert harness.keep(30, 31), "what is computed is kept in host memory"
-        proxy.let_go()
+        proxy.release()
         end_s = time.monotonic() + PATIENCE_S
         while places(harness, 1, 2) != [STORAGE] * 2:
             assert time.monotonic() < end_s, "the store is never asked again"

@@ -196,7 +196,7 @@ def test_old_packs_go_and_what_tells_of_them(
     running.close()
 
 
-def test_manifest_and_grave_stay_while_somebody_needs_them(bucket: Bucket) -> None:
+def test_manifest_and_tombstone_stay_while_a_pack_needs_them(bucket: Bucket) -> None:
     tier = bucket.tier(pack_bytes=2 * 256)
     user = User(tier)
     user.put(*range(4))

@@ -130,7 +130,7 @@ def test_store_that_answers_nobody_holds_up_one_request_only(server: ValkeyServe
             took_s.append(time.monotonic() - began)
             assert completion.num_cached_tokens == 0
         assert sum(took_s[1:]) < patience_s, "others waited for a store that does not answer"
-        proxy.let_go()
+        proxy.release()
         assert engine.drain()
     proxy.close()
 

@@ -132,7 +132,7 @@ def test_block_dropped_for_good_is_gone_for_others_and_its_pack_deleted(bucket: 
         while bucket.paths("packs"):
             assert time.monotonic() < end_s
             time.sleep(0.01)
-        assert User(other).put(0, 1) == [THERE] * 2, "younger than the grave"
+        assert User(other).put(0, 1) == [THERE] * 2, "younger than the tombstone"
         other.exchange(TIMEOUT_S)
         one.exchange(TIMEOUT_S)
         assert User(one).get(0, 1) == [THERE] * 2

@@ -53,7 +53,7 @@ class TestValkeyTier(StorageSuite):
     def stall(self, storage: StorageTier, num_blocks: int) -> Iterator[None]:
         self.proxy.hold(num_blocks * storage.bytes_per_block)
         yield
-        self.proxy.let_go()
+        self.proxy.release()
 
 
 class TestTagged(TestValkeyTier):
@@ -199,7 +199,7 @@ def test_connection_that_is_cut_in_mid_transfer(server: ValkeyServer) -> None:
     assert outcomes[-1] is FAILED
     assert {*outcomes} <= {THERE, FAILED}
     cut.join()
-    proxy.let_go()
+    proxy.release()
     assert user.get(*range(20)) == [THERE] * 20
     tier.close()
     proxy.close()

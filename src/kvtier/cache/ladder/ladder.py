@@ -353,12 +353,12 @@ class Ladder:
 
     # -- look-ups in storage -----------------------------------------------------------------------
 
-    def unfound(self, finds_at_once: bool | None = None) -> list[str]:
+    def unindexed(self, finds_at_once: bool | None = None) -> list[str]:
         """Return the storage tiers that may have blocks that the index does not know yet.
 
         finds_at_once: only tiers that answer look-ups at once (True), or only the others (False).
         """
-        return self._storage_lookup.unfound(finds_at_once)
+        return self._storage_lookup.unindexed(finds_at_once)
 
     def lookup_storage(
         self,
@@ -482,7 +482,7 @@ class Ladder:
         for _ in self.clear_in_steps(max(1, num_known)):
             pass
         for storage in self.storages:
-            self._mover.drop_unfound(storage)
+            self._mover.drop_unindexed(storage)
 
     def clear_in_steps(self, num_at_once: int) -> Iterator[None]:
         """Delete every block that the index knows and that is not leased; yield between steps.

@@ -99,7 +99,7 @@ class StorageLookup:
         self._late: set[str] = set()  # storage not waited for until it answers in time
         self._took_s: dict[str, float] = {}  # duration of the last first look-up
 
-    def unfound(self, finds_at_once: bool | None = None) -> list[str]:
+    def unindexed(self, finds_at_once: bool | None = None) -> list[str]:
         """Return the storage tiers that may have blocks that the index does not know yet.
 
         finds_at_once: only tiers that answer look-ups at once (True), or only the others (False).
@@ -108,7 +108,8 @@ class StorageLookup:
         return [
             name
             for name in self._topology.storages
-            if finds_at_once in (None, facts[name].finds_at_once) and self._mover.has_unfound(name)
+            if finds_at_once in (None, facts[name].finds_at_once)
+            and self._mover.has_unindexed(name)
         ]
 
     # -- a prompt ---------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ class StorageLookup:
         later.
 
         Args:
-            storage: the tier, one of ``unfound``.
+            storage: the tier, one of ``unindexed``.
             wanted: the blocks, one or more.
             has_gaps: whether blocks behind a missing one may be of use.
             num_before: blocks of the prompt before these, if the wait for an answer is weighed
@@ -263,7 +264,7 @@ class StorageLookup:
 
     def adopt(self, blocks: Sequence[BlockId], storage: str) -> set[BlockId]:
         """Adopt those of ``blocks`` that storage recovered from an earlier run. Return them."""
-        if not blocks or storage not in self.unfound(finds_at_once=True):
+        if not blocks or storage not in self.unindexed(finds_at_once=True):
             return set()
         keys = keys_of(self._index.names(blocks))
         found = [blocks[at] for at in self._mover.find(storage, keys).places_there]

@@ -120,7 +120,7 @@ class SnapshotCache(StatefulCache):
         and the regular ones before it. Later ones make earlier ones superfluous.
         """
         waits = super().lookup(namespace, labels)
-        if not self._ladder.unfound():
+        if not self._ladder.unindexed():
             return waits
         known = super().match(namespace, labels)
         last = known.num_blocks // self._grain * self._grain

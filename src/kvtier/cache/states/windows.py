@@ -208,7 +208,7 @@ class WindowCache(StatefulCache):
     def lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Look up a prompt's blocks in storage, and the cells of its longest possible cut."""
         waits = super().lookup(namespace, labels)
-        if not self._ladder.unfound():
+        if not self._ladder.unindexed():
             return waits
         known = super().match(namespace, labels)
         grain = self._shape.grain_blocks

@@ -222,8 +222,8 @@ class LocalMover(Mover):
         self._unanswered[tier].note(keys, outcomes)
         return job
 
-    def has_unfound(self, tier: str) -> bool:
-        may_have = self._storages[tier].has_unfound or len(self._unanswered[tier]) > 0
+    def has_unindexed(self, tier: str) -> bool:
+        may_have = self._storages[tier].has_unindexed or len(self._unanswered[tier]) > 0
         return may_have and self._gates[tier, "find"].breaker.is_passable
 
     def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
@@ -268,9 +268,9 @@ class LocalMover(Mover):
         """Return the number of keys that a storage tier has yet to drop."""
         return len(self._drops[tier])
 
-    def drop_unfound(self, tier: str) -> None:
-        if unfound := self._storages[tier].unfound_keys():
-            self.drop(tier, unfound, for_good=True)
+    def drop_unindexed(self, tier: str) -> None:
+        if unindexed := self._storages[tier].unindexed_keys():
+            self.drop(tier, unindexed, for_good=True)
 
     def is_idle(self, tier: str) -> bool:
         return self._gates[tier, "read"].lane.is_idle

@@ -104,7 +104,7 @@ class Mover(ABC):
     def find(self, tier: str, keys: Sequence[BlockKey]) -> FindJob:
         """Look up ``keys`` in a storage tier; the job is done at once where storage allows it."""
 
-    def has_unfound(self, tier: str) -> bool:
+    def has_unindexed(self, tier: str) -> bool:
         """Whether the tier may have blocks that no look-up has found yet."""
         return False
 
@@ -112,7 +112,7 @@ class Mover(ABC):
     def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
         """Let storage drop these blocks. for_good: it must not recover them after a restart."""
 
-    def drop_unfound(self, tier: str) -> None:
+    def drop_unindexed(self, tier: str) -> None:
         """Drop, permanently, all blocks that no look-up has found yet."""
         return
 

@@ -282,7 +282,7 @@ class BlockingCalls:
         self._wait(job)
         arrived = set(job.keys)
         with self._lock:
-            self.cache.let_go(keys)
+            self.cache.release(keys)
             self.cache.touch([*before, *keys])
         place = {key: at for at, key in enumerate(keys)}  # a repeated key's last position
         return [key in arrived and place[key] == at for at, key in enumerate(keys)]

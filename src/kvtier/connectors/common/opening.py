@@ -24,8 +24,8 @@ class NoStorage(StorageTier):
 
     facts = StorageFacts(finds_at_once=True)
     num_blocks = 0
-    num_unfound = 0
-    has_unfound = False
+    num_unindexed = 0
+    has_unindexed = False
 
     def __init__(self, name: str, group: KVGroup) -> None:
         self.name = name

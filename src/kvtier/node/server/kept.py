@@ -136,7 +136,7 @@ class KeptSlots:
         else:
             self._partition.tier.free([slot])
 
-    def let_go(self, user: SlotUser, left_mask: int) -> None:
+    def release(self, user: SlotUser, left_mask: int) -> None:
         """Note that an engine of an earlier node uses no slot any more.
 
         left_mask: bits of all other such engines.

@@ -451,7 +451,7 @@ class CacheNode:
             self._next_left_s = now_s + LEFT_S
             for user in users.take_ended():
                 for partition in self.partitions:
-                    partition.kept.let_go(user, users.left_mask)
+                    partition.kept.release(user, users.left_mask)
                 logger.info("engine of the node before has ended name=%s", user.name)
 
     def poll_all(self) -> None:

@@ -120,11 +120,11 @@ class DiskTier(StorageTier):
         return self.blocks.num_slots - self.blocks.slots.num_quarantined
 
     @property
-    def has_unfound(self) -> bool:
-        return self.num_unfound > 0
+    def has_unindexed(self) -> bool:
+        return self.num_unindexed > 0
 
     @property
-    def num_unfound(self) -> int:
+    def num_unindexed(self) -> int:
         """Number of recovered blocks of all namespaces that were not requested yet."""
         return self.blocks.slots.num_unclaimed
 
@@ -137,7 +137,7 @@ class DiskTier(StorageTier):
     def breaker(self) -> BreakerState:
         return self.blocks.breaker
 
-    def unfound_keys(self) -> list[BlockKey]:
+    def unindexed_keys(self) -> list[BlockKey]:
         return self.blocks.unclaimed_keys()
 
     def lasting_keys(self) -> list[BlockKey]:

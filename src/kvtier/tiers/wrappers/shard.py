@@ -93,7 +93,7 @@ class ShardTier(StorageWrapper):
     def num_blocks(self) -> int:
         return self.inner.num_blocks // len(self._shards.names)
 
-    def unfound_keys(self) -> list[BlockKey]:
+    def unindexed_keys(self) -> list[BlockKey]:
         return []  # nobody can tell what they are called outside
 
     def lasting_keys(self) -> list[BlockKey]:

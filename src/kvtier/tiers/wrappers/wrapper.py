@@ -25,8 +25,8 @@ class StorageWrapper(StorageTier):
         return self.inner.num_blocks
 
     @property
-    def has_unfound(self) -> bool:
-        return self.inner.has_unfound
+    def has_unindexed(self) -> bool:
+        return self.inner.has_unindexed
 
     @property
     def last_error(self) -> str:
@@ -36,8 +36,8 @@ class StorageWrapper(StorageTier):
     def breaker(self) -> BreakerState:
         return self.inner.breaker
 
-    def unfound_keys(self) -> list[BlockKey]:
-        return self.inner.unfound_keys()
+    def unindexed_keys(self) -> list[BlockKey]:
+        return self.inner.unindexed_keys()
 
     def lasting_keys(self) -> list[BlockKey]:
         return self.inner.lasting_keys()

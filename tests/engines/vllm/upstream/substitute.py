@@ -40,7 +40,7 @@ from kvtier.connectors.vllm.shared.copies import BlockSlots
 from kvtier.connectors.vllm.shared.names import VllmNames
 from kvtier.connectors.vllm.shared.prompt import Shape
 from kvtier.connectors.vllm.shared.tiers import rank_tiers
-from kvtier.connectors.vllm.shared.worker import RankCapacity
+from kvtier.connectors.vllm.shared.worker import RankLimits
 from kvtier.core.types import HOST, LoadPolicy, Slot
 from kvtier.devices import find_device
 from kvtier.tiers import HostTier
@@ -219,7 +219,7 @@ class Copies:
         ]
         self._pages_per_block = pages_per_block
         self._slot_bytes = slot_bytes
-        room = RankCapacity(slot_bytes, NUM_SLOTS)
+        room = RankLimits(slot_bytes, NUM_SLOTS)
         self._worker = OffloadedPages(caches, find_device("cpu"), room, pages_per_block, rank=0)
         _open.append(self._worker)
         host = self._worker._host

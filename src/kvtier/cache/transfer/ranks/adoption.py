@@ -82,7 +82,7 @@ class Adoption:
         return self._is_over
 
     @property
-    def num_unfound(self) -> int:
+    def num_unindexed(self) -> int:
         """Keys that all ranks are known to have and that no look-up has found yet."""
         return self._num_found
 

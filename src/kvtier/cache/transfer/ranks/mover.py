@@ -203,12 +203,12 @@ class RankMover(Mover):
         self._orders.append(order)
         self._finding[order.order_id] = _Finding(job, tier, len(keys), self._num_storage_ranks)
 
-    def has_unfound(self, tier: str) -> bool:
+    def has_unindexed(self, tier: str) -> bool:
         if tier not in self._adoptions:
             return self._breakers[tier, Verb.FIND].is_passable
-        return self._adoptions[tier].num_unfound > 0
+        return self._adoptions[tier].num_unindexed > 0
 
-    def drop_unfound(self, tier: str) -> None:
+    def drop_unindexed(self, tier: str) -> None:
         """Drop all recovered blocks, including blocks that ranks have not reported yet.
 
         Does nothing for a store, whose blocks are shared.
@@ -216,7 +216,7 @@ class RankMover(Mover):
         if tier not in self._adoptions:
             return
         adoption = self._adoptions[tier]
-        if adoption.num_unfound or not adoption.is_complete:
+        if adoption.num_unindexed or not adoption.is_complete:
             self._order(Verb.CLEAR, tier)
         adoption.forget()
 

@@ -120,7 +120,7 @@ class Loading:
 
         num_cached: number of the prompt's first tokens that are on the device.
         """
-        self._let_go()
+        self._release()
         self._num_cached = num_cached
 
     def promise(self, keys: Sequence[bytes], places: Mapping[str, Sequence[BlockState]]) -> None:
@@ -135,7 +135,7 @@ class Loading:
             self._promised[name] = [key for key, place in pairs if place is BlockState.MEMORY]
             linked.cache.hold(self._promised[name])
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         for name, keys in self._promised.items():
             self._linked[name].cache.release(keys)
         self._promised.clear()
@@ -161,7 +161,7 @@ class Loading:
             queued.is_whole = True
         except Exception:
             logger.exception("kvtier: a load can't begin, its request fails rid=%s", rid)
-        self._let_go()
+        self._release()
 
     def _hold(self, transfer: PoolTransfer) -> LoadPart:
         linked, keys = self._linked[transfer.name.value], page_keys(transfer.keys)
@@ -244,7 +244,7 @@ class Loading:
 
     def reset(self) -> None:
         """Forget all loads, after waiting for the copies in flight."""
-        self._let_go()
+        self._release()
         for rid in list(self._queued):
             self.cancel(rid)
         for index in list(self._batches):

@@ -14,7 +14,7 @@ from kvtier.connectors.common.paged_pool import PoolShare
 from kvtier.connectors.vllm.offloading.translation import HostSlots
 from kvtier.connectors.vllm.shared.copies import PageRange
 from kvtier.connectors.vllm.shared.pages import EnginePages
-from kvtier.connectors.vllm.shared.worker import RankCapacity, TierWorker
+from kvtier.connectors.vllm.shared.worker import RankLimits, TierWorker
 from kvtier.devices import Device, Direction
 
 
@@ -29,11 +29,11 @@ class OffloadedPages(TierWorker, OffloadingWorker):
         self,
         caches: CanonicalKVCaches,
         device: Device,
-        reserved: RankCapacity,
+        limits: RankLimits,
         pages_per_block: int,
         rank: int,
     ) -> None:
-        super().__init__(pages_of(caches), device, reserved, pages_per_block, rank)
+        super().__init__(pages_of(caches), device, limits, pages_per_block, rank)
         self._failed_loads: list[int] = []
         self._loads: set[int] = set()
 

@@ -18,7 +18,7 @@ from kvtier.connectors.vllm.shared.names import VllmNames, rank_layout
 from kvtier.connectors.vllm.shared.prompt import Shape
 from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.connectors.vllm.shared.tiers import EngineTiers, node_tiers, rank_tiers
-from kvtier.connectors.vllm.shared.worker import RankCapacity, TierWorker
+from kvtier.connectors.vllm.shared.worker import RankLimits, TierWorker
 from kvtier.core.errors import ConfigError
 from kvtier.core.system.memory import total_bytes
 from kvtier.core.types import DEVICE, DISK, HOST, ClientHints, Direct, LoadPolicy
@@ -136,11 +136,11 @@ class Sizes:
         settings = self.settings
         if (client := self._node()) is not None:
             return node_tiers(client, self.names, shape, settings.node_deadline_s)
-        reserved = dict.fromkeys(self._storage_names, self.num_store_slots)
-        reserved |= {HOST: self.num_slots, DISK: self.num_disk_slots}
+        num_slots = dict.fromkeys(self._storage_names, self.num_store_slots)
+        num_slots |= {HOST: self.num_slots, DISK: self.num_disk_slots}
         return rank_tiers(
             mover,
-            reserved,
+            num_slots,
             self.names,
             shape,
             settings.bytes_per_day // self.facts.num_shards,
@@ -176,7 +176,7 @@ class Sizes:
         assert facts.any_size == (shards is not None), "shards are needed to store blocks in them"
         if shards is None and facts.num_shards > 1:
             shards = Shards.whole(f"{facts.rank}/{facts.num_shards}", self.slot_bytes)
-        reserved = RankCapacity(
+        limits = RankLimits(
             self.slot_bytes,
             self.num_slots,
             self._disk_options(),
@@ -190,7 +190,7 @@ class Sizes:
             settings.coding,
         )
         with off_compute_cores():
-            return kind(pages, find_device(device), reserved, facts.pages_per_block, facts.rank)
+            return kind(pages, find_device(device), limits, facts.pages_per_block, facts.rank)
 
     def _disk_options(self) -> DiskOptions | None:
         """Return the options of this rank's slab."""

@@ -50,7 +50,7 @@ class EngineTiers:
 
 def rank_tiers(
     mover: RankMover,
-    reserved: Mapping[str, int],
+    num_slots: Mapping[str, int],
     names: VllmNames,
     shape: Shape,
     bytes_per_day: int = 0,
@@ -61,7 +61,7 @@ def rank_tiers(
 
     Args:
         mover: gives orders to the ranks.
-        room: blocks of each tier, in each rank.
+        num_slots: slots of each tier, in each rank.
         names: the engine's.
         shape: the engine's.
         bytes_per_day: most bytes written to a rank's disk per day.
@@ -74,15 +74,15 @@ def rank_tiers(
         told = mover.num_blocks(tier)
         return own if told is None else min(own, told)
 
-    host = DistantAllocator(reserved[HOST])
-    reservations: dict[str, SlotAllocator] = {HOST: host}
-    reservations |= {name: Quota(partial(limit, name, reserved[name])) for name in mover.storages}
-    policies = dict.fromkeys(reservations, eviction_policy if shape.is_cut_alike else LRU)
+    host = DistantAllocator(num_slots[HOST])
+    allocators: dict[str, SlotAllocator] = {HOST: host}
+    allocators |= {name: Quota(partial(limit, name, num_slots[name])) for name in mover.storages}
+    policies = dict.fromkeys(allocators, eviction_policy if shape.is_cut_alike else LRU)
     group_bytes = 0 if shape.has_one_group else GROUP_BYTES
     index = make_key_index(policies, lambda: names.digest, group_bytes)
     cache = LocalBlockCache(
         index,
-        reservations,
+        allocators,
         mover,
         LadderOptions(
             shape.bytes_per_block,

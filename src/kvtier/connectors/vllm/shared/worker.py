@@ -57,7 +57,7 @@ copies. vLLM sleeps as long between such steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankCapacity:
+class RankLimits:
     """Memory and disk of one rank.
 
     num_slots: of host memory. disk: None for none, or if another rank has it. bytes_per_s: of the
@@ -106,20 +106,20 @@ class TierWorker:
         self,
         pages: EnginePages,
         device: Device,
-        reserved: RankCapacity,
+        limits: RankLimits,
         pages_per_block: int,
         rank: int,
     ) -> None:
         self._device = device
         self.pages_per_block = pages_per_block
         self._rank = rank
-        self._pool = pages.pool(pages_per_block, reserved.slot_bytes)
+        self._pool = pages.pool(pages_per_block, limits.slot_bytes)
         device.prepare()
-        self._host = _host(reserved, device, rank)
+        self._host = _host(limits, device, rank)
         self._executor: RankExecutor | None = None
         self._storages: list[StorageTier] = []
         if isinstance(self._host, HostTier):
-            self._open_storages(self._host, reserved)
+            self._open_storages(self._host, limits)
         self._engine = TransferEngine(device)
         self._engine.start()
         self._copies: dict[int, PageCopy] = {}
@@ -139,15 +139,15 @@ class TierWorker:
         self._next_look_s = 0.0
         _log((*device.findings(), *self._host.findings()))
 
-    def _open_storages(self, host: HostTier, reserved: RankCapacity) -> None:
+    def _open_storages(self, host: HostTier, limits: RankLimits) -> None:
         """Open this rank's storage, and begin to carry out orders for it."""
         try:
-            self._storages = _storages(reserved, host, self._pool, self._device)
+            self._storages = _storages(limits, host, self._pool, self._device)
         except BaseException:
             host.close()  # shared memory would stay when the process has gone
             raise
         if self._storages:
-            self._executor = _executor(host, self._storages, reserved, self._rank)
+            self._executor = _executor(host, self._storages, limits, self._rank)
             _log([finding for storage in self._storages for finding in storage.findings()])
 
     def watch_weights(self, model: torch.nn.Module | None) -> None:
@@ -349,14 +349,14 @@ class TierWorker:
         self._has_new_weights = True
 
 
-def _host(reserved: RankCapacity, device: Device, rank: int) -> HostTier | NodeHost:
+def _host(limits: RankLimits, device: Device, rank: int) -> HostTier | NodeHost:
     """Return the memory of a rank's slots: a tier of its own, or a node's."""
-    if reserved.node is not None:
-        shard = rank % reserved.num_shards
-        return NodeHost(reserved.node, device, reserved.slot_bytes, shard, reserved.num_shards)
-    arena = ArenaOptions(file=reserved.shared)
-    capacity = reserved.num_slots * reserved.slot_bytes
-    return HostTier(opaque(reserved.slot_bytes), capacity, device, arena)
+    if limits.node is not None:
+        shard = rank % limits.num_shards
+        return NodeHost(limits.node, device, limits.slot_bytes, shard, limits.num_shards)
+    arena = ArenaOptions(file=limits.shared)
+    capacity = limits.num_slots * limits.slot_bytes
+    return HostTier(opaque(limits.slot_bytes), capacity, device, arena)
 
 
 def _memory(host: HostTier | NodeHost, guard: SlotGuard | None) -> SlotMemory | None:
@@ -367,7 +367,7 @@ def _memory(host: HostTier | NodeHost, guard: SlotGuard | None) -> SlotMemory | 
 
 
 def _storages(
-    reserved: RankCapacity, host: HostTier, pool: PagedPool, device: Device
+    limits: RankLimits, host: HostTier, pool: PagedPool, device: Device
 ) -> list[StorageTier]:
     """Open the storage tiers of this rank, fastest first. A failure leaves nothing open.
 
@@ -376,15 +376,15 @@ def _storages(
     group, memory = host.layout.group, host.ready_memory
     made: list[StorageTier] = []
     with ExitStack() as undo:
-        if reserved.disk is not None:
-            reached = _reached(reserved.disk.direct, pool, device)
-            disk: StorageTier = DiskTier(reserved.disk, group, memory, pool=reached)
+        if limits.disk is not None:
+            reached = _reached(limits.disk.direct, pool, device)
+            disk: StorageTier = DiskTier(limits.disk, group, memory, pool=reached)
             undo.callback(disk.close)
-            made.append(ThrottledTier(disk, reserved.bytes_per_s) if reserved.bytes_per_s else disk)
-        for location in reserved.stores:
-            shards = reserved.shards
+            made.append(ThrottledTier(disk, limits.bytes_per_s) if limits.bytes_per_s else disk)
+        for location in limits.stores:
+            shards = limits.shards
             of_store = group if shards is None else opaque(shards.bytes_per_shard)
-            store = make_storage(location, of_store, reserved.store_bytes, memory, reserved.coding)
+            store = make_storage(location, of_store, limits.store_bytes, memory, limits.coding)
             undo.callback(store.close)
             made.append(store if shards is None else ShardTier(store, shards))
         undo.pop_all()
@@ -404,13 +404,13 @@ def _reached(direct: Direct, pool: PagedPool, device: Device) -> Pool | None:
 
 
 def _executor(
-    host: HostTier, storages: Sequence[StorageTier], reserved: RankCapacity, rank: int
+    host: HostTier, storages: Sequence[StorageTier], limits: RankLimits, rank: int
 ) -> RankExecutor:
     """Carries out orders for ``storages``, in the background."""
     mover = LocalMover({host.name: host} | {storage.name: storage for storage in storages}, None)
     mover.start()
     kept = {storage.name: storage.kept_keys() for storage in storages if storage.name == DISK}
-    return RankExecutor(host, mover, kept, rank, reserved.num_shards)
+    return RankExecutor(host, mover, kept, rank, limits.num_shards)
 
 
 def _log(findings: Sequence[Finding]) -> None:

@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_id
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
 from kvtier.connectors.vllm.offloading.translation import request_of
-from kvtier.connectors.vllm.standalone.capacity import GuestTier, Names, Path
+from kvtier.connectors.vllm.standalone.capacity import Names, Path, UnadmittedTier
 
 NAME_BYTES = 12
 """Trailing bytes of a key: the end of the prefix's hash, and the KV group."""
@@ -34,7 +34,7 @@ class KvtierPolicy(CachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        self.reserved = GuestTier(cache_capacity)
+        self.tier = UnadmittedTier(cache_capacity)
         self._blocks: dict[OffloadKey, ChunkStatus] = {}
         self._keys: dict[int, OffloadKey] = {}
         self._held: set[int] = set()
@@ -61,7 +61,7 @@ class KvtierPolicy(CachePolicy):
         del self._blocks[key]
         del self._keys[name]
         self._held.discard(name)
-        self.reserved.leave(name)
+        self.tier.leave(name)
 
     def mark_evictable(self, key: OffloadKey) -> None:
         self._held.discard(_name(key))
@@ -70,7 +70,7 @@ class KvtierPolicy(CachePolicy):
         self._held.add(_name(key))
 
     def clear(self) -> None:
-        self.reserved = GuestTier(self.cache_capacity)
+        self.tier = UnadmittedTier(self.cache_capacity)
         self._blocks.clear()
         self._keys.clear()
         self._held.clear()
@@ -82,7 +82,7 @@ class KvtierPolicy(CachePolicy):
             fresh, self._fresh = self._fresh, []
             path = self._path_of(self._storing)
             behind = path.last if path is not None and path.last in self._keys else None
-            self.reserved.enter(fresh, behind)
+            self.tier.enter(fresh, behind)
             if path is not None:
                 path.last = fresh[-1]
 
@@ -125,11 +125,11 @@ class KvtierPolicy(CachePolicy):
     def _path_of(self, context: ReqContext | None) -> Path | None:
         """Return the request's path; None if it was not reported since the last ``clear``."""
         path = None if context is None else context.get_state(Path)
-        return path if path is not None and path.reserved is self.reserved else None
+        return path if path is not None and path.tier is self.tier else None
 
     def _ask(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         paths = [_names(group) for group in self._groups(keys)]
-        context.set_state(self.reserved.ask(paths, self.clock()))
+        context.set_state(self.tier.ask(paths, self.clock()))
         self._hint(context, at_end=False)
 
     def _hint(self, context: ReqContext, at_end: bool) -> None:
@@ -142,7 +142,7 @@ class KvtierPolicy(CachePolicy):
             for block_hint in (hint.at_end if at_end else hint.at_begin).block_hint(
                 block_size, now_s
             ):
-                self.reserved.retain(_names(group), block_hint, now_s)
+                self.tier.retain(_names(group), block_hint, now_s)
 
     def _groups(self, keys: Sequence[OffloadKey]) -> list[list[OffloadKey]]:
         """Return the blocks that form one chain each."""
@@ -160,7 +160,7 @@ class KvtierPolicy(CachePolicy):
         the blocks behind the last of them, which may be stored next.
         """
         there = (at for at, key in enumerate(keys) if key in self._blocks)
-        here = [at for at in there if not self.reserved.is_guest(_name(keys[at]))]
+        here = [at for at in there if not self.tier.is_unadmitted(_name(keys[at]))]
         if not here or here[-1] == len(here) - 1:
             return keys
         return [*(keys[at] for at in here), *keys[here[-1] + 1 :]]
@@ -175,13 +175,11 @@ class KvtierPolicy(CachePolicy):
         new = [_name(key) for key in sorted(places, key=lambda key: places[key] or 0)]
         is_storing = all(place is not None for place in places.values())
         held = self._held | {_name(key) for key in protected if key not in places}
-        leaving = self.reserved.make(
-            n, new, self._path_of(self._storing) if is_storing else None, held
-        )
+        leaving = self.tier.make(n, new, self._path_of(self._storing) if is_storing else None, held)
         if len(leaving) < n:
             leaving += self._any(n - len(leaving), held.union(leaving))
         if len(leaving) < n:
-            self.reserved.enter(leaving)
+            self.tier.enter(leaving)
             return None
         return [self._leave(name) for name in leaving]
 
@@ -192,14 +190,14 @@ class KvtierPolicy(CachePolicy):
     def _any(self, n: int, held: set[int]) -> list[int]:
         """Remove up to ``n`` blocks that are not held, the last inserted first.
 
-        Unlike ``GuestTier.make`` it may remove blocks that precede held ones in their prompts.
+        Unlike ``UnadmittedTier.make`` it may remove blocks that precede held ones in their prompts.
         """
         found: list[int] = []
         for name in reversed(self._keys):
             if len(found) == n:
                 break
             if name not in held:
-                self.reserved.leave(name)
+                self.tier.leave(name)
                 found.append(name)
         return found
 

@@ -241,5 +241,5 @@ class KvtierTier(SecondaryTierManager):
             return None
         stats = stats_of(numbers)
         unclaimed = specs.VLLM_UNCLAIMED_CHUNKS.registered_name
-        stats.set_gauge(unclaimed, self._disk.num_unfound, (DISK,))
+        stats.set_gauge(unclaimed, self._disk.num_unindexed, (DISK,))
         return stats

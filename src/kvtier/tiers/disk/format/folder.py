@@ -124,12 +124,12 @@ class OwnerLock:
 _held: WeakSet[OwnerLock] = WeakSet()
 
 
-def _let_go() -> None:
+def _release() -> None:
     for owner in list(_held):
         owner.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release)
 
 
 def lock(fd: int, folder: Path) -> None:

@@ -14,14 +14,14 @@ import numpy.typing as npt
 from kvtier.core.hot import KeyTable
 from kvtier.core.types import BlockKey
 from kvtier.tiers.remote.envelope import as_keys
-from kvtier.tiers.remote.s3.manifests import Grave, Pack
+from kvtier.tiers.remote.s3.manifests import Pack, Tombstone
 from kvtier.tiers.remote.s3.packs import PackCoding, PackName
 from kvtier.tiers.storage import Keys
 
 Int64s = npt.NDArray[np.int64]
 
 NO_ROW: Final = -1
-MAX_GRAVES: Final = 1 << 20
+MAX_TOMBSTONES: Final = 1 << 20
 ADD_AT_ONCE: Final = 256
 """Packs added per lock: some thousand blocks, a few milliseconds, for which look-ups wait."""
 
@@ -48,7 +48,7 @@ class _Row:
     """A pack with known blocks.
 
     num_known: how many of its blocks are known.
-    num_buried: how many were deleted by graves.
+    num_deleted: how many were deleted by tombstones.
     """
 
     name: PackName
@@ -56,7 +56,7 @@ class _Row:
     num_blocks: int
     num_known: int
     coding: PackCoding | None
-    num_buried: int = 0
+    num_deleted: int = 0
 
 
 class Catalogue:
@@ -78,7 +78,7 @@ class Catalogue:
         self._table = KeyTable(np.empty(0, "V32"), np.empty(0, np.int64))
         self._rows: dict[int, _Row] = {}
         self._free_rows: list[int] = []
-        self._graves: OrderedDict[BlockKey, int] = OrderedDict()
+        self._tombstones: OrderedDict[BlockKey, int] = OrderedDict()
         self._newest = 0
         self._lock = Lock()
 
@@ -180,7 +180,7 @@ class Catalogue:
         last = {
             key: at
             for at, key in zip(np.flatnonzero(new).tolist(), _as_bytes(keys[new]), strict=True)
-            if not self._graves or self._graves.get(BlockKey(key), -1) < int(stamps[at])
+            if not self._tombstones or self._tombstones.get(BlockKey(key), -1) < int(stamps[at])
         }
         return np.array(sorted(last.values()), np.int64)
 
@@ -211,26 +211,28 @@ class Catalogue:
             if slot >= 0 and self._rows[row := int(self._row_of[slot])].name == pack:
                 self._leave(np.flatnonzero(self._row_of == row))
 
-    def bury(self, graves: Sequence[Grave]) -> list[PackName]:
-        """Remove blocks from packs that are not newer than their graves.
+    def apply_tombstones(self, tombstones: Sequence[Tombstone]) -> list[PackName]:
+        """Remove blocks from packs that are not newer than their tombstones.
 
-        Returns packs all of whose blocks are buried.
+        Returns packs all of whose blocks are deleted.
         """
         with self._lock:
-            for grave in graves:
-                self._newest = max(self._newest, grave.stamp)
-                self._graves[grave.key] = max(grave.stamp, self._graves.get(grave.key, 0))
-                self._graves.move_to_end(grave.key)
-            while len(self._graves) > MAX_GRAVES:
-                self._graves.popitem(last=False)
-            slots = self._table.find(as_keys([grave.key for grave in graves])).tolist()
+            for tombstone in tombstones:
+                self._newest = max(self._newest, tombstone.stamp)
+                self._tombstones[tombstone.key] = max(
+                    tombstone.stamp, self._tombstones.get(tombstone.key, 0)
+                )
+                self._tombstones.move_to_end(tombstone.key)
+            while len(self._tombstones) > MAX_TOMBSTONES:
+                self._tombstones.popitem(last=False)
+            slots = self._table.find(as_keys([tombstone.key for tombstone in tombstones])).tolist()
             dead, empty = [], []
-            for slot, grave in zip(slots, graves, strict=True):
-                if slot < 0 or (row := self._rows[int(self._row_of[slot])]).stamp > grave.stamp:
+            for slot, tombstone in zip(slots, tombstones, strict=True):
+                if slot < 0 or (row := self._rows[int(self._row_of[slot])]).stamp > tombstone.stamp:
                     continue
-                row.num_buried += 1
+                row.num_deleted += 1
                 dead.append(slot)
-                if row.num_buried == row.num_blocks:
+                if row.num_deleted == row.num_blocks:
                     empty.append(row.name)
             self._leave(np.array(dead, np.int64))
             return empty

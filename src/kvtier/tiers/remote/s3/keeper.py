@@ -30,7 +30,7 @@ AT_ONCE: Final = 16
 class S3Keeper(StoreKeeper):
     """Keeper of a bucket.
 
-    A manifest is removed when none of its packs exists any more and none of its graves can concern
+    A manifest is removed when none of its packs exists and none of its tombstones can concern
     an existing pack.
     """
 
@@ -107,7 +107,9 @@ class S3Keeper(StoreKeeper):
             path
             for path, each in known
             if not stamps[path]
-            and not any(oldest is not None and grave.stamp >= oldest for grave in each.graves)
+            and not any(
+                oldest is not None and tombstone.stamp >= oldest for tombstone in each.tombstones
+            )
         ]
         if is_real:
             self._asked(self._objects.delete(useless))

@@ -14,7 +14,7 @@ from typing import Final
 from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW
 from kvtier.tiers.remote.s3.catalogue import Catalogue
-from kvtier.tiers.remote.s3.manifests import MAX_BYTES, Grave, Manifest, Pack, manifest_path
+from kvtier.tiers.remote.s3.manifests import MAX_BYTES, Manifest, Pack, Tombstone, manifest_path
 from kvtier.tiers.remote.s3.objects import Missing, Objects, Taken
 from kvtier.tiers.remote.s3.packs import PackCoding, PackName
 from kvtier.tiers.storage import Keys
@@ -61,7 +61,7 @@ class ManifestSync:
         self._can_read = can_read
         self._lock = Lock()
         self._packs: list[Pack] = []
-        self._graves: dict[BlockKey, Grave] = {}
+        self._tombstones: dict[BlockKey, Tombstone] = {}
         self._number = 0
         self._read: set[str] = set()
         self._publishing = asyncio.Lock()
@@ -83,8 +83,8 @@ class ManifestSync:
 
     @property
     def num_pending(self) -> int:
-        """Packs and graves that are not published yet."""
-        return len(self._packs) + len(self._graves)
+        """Packs and tombstones that are not published yet."""
+        return len(self._packs) + len(self._tombstones)
 
     def add(self, keys: Keys, coding: PackCoding | None = None) -> None:
         """Record a pack that was written."""
@@ -93,37 +93,37 @@ class ManifestSync:
             self._packs.append(pack)
         self._catalogue.add([pack], self.since)
 
-    def bury(self, keys: Sequence[BlockKey]) -> list[PackName]:
+    def apply_tombstones(self, keys: Sequence[BlockKey]) -> list[PackName]:
         """Bury blocks, so that no process finds them. Return packs that are useless now."""
         with self._lock:
             stamp = self._catalogue.next_stamp(self._now_ns())
-            graves = [Grave(stamp, key) for key in keys]
-            self._graves.update((grave.key, grave) for grave in graves)
-        return self._catalogue.bury(graves)
+            tombstones = [Tombstone(stamp, key) for key in keys]
+            self._tombstones.update((tombstone.key, tombstone) for tombstone in tombstones)
+        return self._catalogue.apply_tombstones(tombstones)
 
     async def publish(self) -> None:
         """Publish what is pending. Raises what ``Objects`` raises; it stays pending then."""
         async with self._publishing:
             with self._lock:
-                packs, graves = self._packs[:], list(self._graves.values())
-            if not packs and not graves:
+                packs, tombstones = self._packs[:], list(self._tombstones.values())
+            if not packs and not tombstones:
                 return
-            for content in self._contents(packs, graves):
+            for content in self._contents(packs, tombstones):
                 self._own[0].append(await self._write(content))
             with self._lock:
                 del self._packs[: len(packs)]
-                for grave in graves:
-                    if self._graves.get(grave.key) is grave:
-                        del self._graves[grave.key]
+                for tombstone in tombstones:
+                    if self._tombstones.get(tombstone.key) is tombstone:
+                        del self._tombstones[tombstone.key]
 
-    def _contents(self, packs: Sequence[Pack], graves: Sequence[Grave]) -> list[bytes]:
-        """Return the manifests of packs and graves.
+    def _contents(self, packs: Sequence[Pack], tombstones: Sequence[Tombstone]) -> list[bytes]:
+        """Return the manifests of packs and tombstones.
 
         Coded packs have one of their own: versions of kvtier that can't read them read the rest.
         """
         plain = [pack for pack in packs if pack.coding is None]
         coded = [pack for pack in packs if pack.coding is not None]
-        made = [Manifest(self._block_bytes, plain, graves)] if plain or graves else []
+        made = [Manifest(self._block_bytes, plain, tombstones)] if plain or tombstones else []
         made += [Manifest(self._block_bytes, coded)] if coded else []
         return [each.to_bytes() for each in made]
 
@@ -164,10 +164,10 @@ class ManifestSync:
             return
         since = self.since
         packs = [pack for each in read for pack in each.packs if pack.stamp >= since]
-        graves = {grave.key: grave for each in read for grave in each.graves}
+        tombstones = {tombstone.key: tombstone for each in read for tombstone in each.tombstones}
         if level + 1 == len(self._own):
             self._own.append([])
-        for content in self._contents(packs, list(graves.values())):
+        for content in self._contents(packs, list(tombstones.values())):
             self._own[level + 1].append(await self._write(content))
         del self._own[level][: len(paths)]
         await self._objects.delete(paths)
@@ -216,7 +216,7 @@ class ManifestSync:
             self._num_foreign += 1
             logger.warning("a manifest is not understood path=%s", path)
             return
-        self._catalogue.bury(manifest.graves)
+        self._catalogue.apply_tombstones(manifest.tombstones)
         if manifest.block_bytes != self._block_bytes:
             self._num_foreign += 1
             return

@@ -3,14 +3,14 @@
     magic    8   "kvtierM1"
     check    4   crc32c of all, with zeros here
     packs    4   how many
-    graves   4   how many
+    tombstones   4   how many
     zeros    4
     size     8   of each block in these packs
     of each pack
       stamp    8
       blocks   4   how many
       keys    32   of each block, in their order
-    of each grave
+    of each tombstone
       stamp    8
       key     32
 
@@ -25,7 +25,7 @@ A manifest of coded packs has the magic "kvtierM2", and says more of each pack:
       keys    32   of each block
       sizes    4   of each block, as stored
 
-Numbers are little-endian. Stamps order statements about a key: a grave applies to packs that are
+Numbers are little-endian. Stamps order statements on a key: a tombstone applies to packs that are
 not newer. A stamp is the writer's clock in nanoseconds, or more if stamps that it has read are
 ahead.
 """
@@ -56,7 +56,7 @@ CODED_MAGIC: Final = b"kvtierM2"
 HEAD: Final = Struct("<8sIIIIQ")
 PACK: Final = Struct("<QI")
 CODED_PACK: Final = Struct("<QIIII8s")
-GRAVE: Final = Struct("<Q32s")
+TOMBSTONE: Final = Struct("<Q32s")
 KEY_BYTES: Final = 32
 SIZE: Final = np.dtype("<u4")
 MAX_BYTES: Final = 64 << 20
@@ -81,7 +81,7 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True)
-class Grave:
+class Tombstone:
     """A deleted block, which must not be found in packs up to ``stamp``."""
 
     stamp: int
@@ -97,12 +97,14 @@ class Manifest:
 
     block_bytes: int
     packs: Sequence[Pack] = ()
-    graves: Sequence[Grave] = ()
+    tombstones: Sequence[Tombstone] = ()
 
     @property
     def newest(self) -> int:
         """The newest stamp; 0 if there is none."""
-        stamps = [pack.stamp for pack in self.packs] + [grave.stamp for grave in self.graves]
+        stamps = [pack.stamp for pack in self.packs] + [
+            tombstone.stamp for tombstone in self.tombstones
+        ]
         return max(stamps, default=0)
 
     def to_bytes(self) -> bytes:
@@ -112,9 +114,9 @@ class Manifest:
             parts += [_packed(pack), pack.keys.tobytes()]
             if pack.coding is not None:
                 parts.append(pack.coding.sizes.astype("<u4").tobytes())
-        parts += [GRAVE.pack(grave.stamp, grave.key) for grave in self.graves]
+        parts += [TOMBSTONE.pack(tombstone.stamp, tombstone.key) for tombstone in self.tombstones]
         body = b"".join(parts)
-        counts = len(self.packs), len(self.graves)
+        counts = len(self.packs), len(self.tombstones)
         check = _check(HEAD.pack(magic, 0, *counts, 0, self.block_bytes) + body)
         return HEAD.pack(magic, check, *counts, 0, self.block_bytes) + body
 
@@ -128,8 +130,8 @@ class Manifest:
 
     @classmethod
     def _read(cls, content: bytes) -> Manifest | None:
-        magic, check, num_packs, num_graves, zeros, block_bytes = HEAD.unpack_from(content)
-        above = HEAD.pack(magic, 0, num_packs, num_graves, zeros, block_bytes)
+        magic, check, num_packs, num_tombstones, zeros, block_bytes = HEAD.unpack_from(content)
+        above = HEAD.pack(magic, 0, num_packs, num_tombstones, zeros, block_bytes)
         if magic not in (MAGIC, CODED_MAGIC) or _check(above + content[HEAD.size :]) != check:
             return None
         packs, at = [], HEAD.size
@@ -138,12 +140,12 @@ class Manifest:
             if pack is None or not is_pack(pack, block_bytes):
                 return None
             packs.append(pack)
-        graves = []
-        for _ in range(num_graves):
-            stamp, key = GRAVE.unpack_from(content, at)
-            graves.append(Grave(stamp, BlockKey(key)))
-            at += GRAVE.size
-        return cls(block_bytes, packs, graves) if at == len(content) else None
+        tombstones = []
+        for _ in range(num_tombstones):
+            stamp, key = TOMBSTONE.unpack_from(content, at)
+            tombstones.append(Tombstone(stamp, BlockKey(key)))
+            at += TOMBSTONE.size
+        return cls(block_bytes, packs, tombstones) if at == len(content) else None
 
 
 def _packed(pack: Pack) -> bytes:

@@ -238,7 +238,7 @@ class S3Tier(StorageTier):
             return
         if not keys:
             return
-        empty = self._exchange.bury(keys)
+        empty = self._exchange.apply_tombstones(keys)
         try:
             self._loop.run(self._exchange.publish, DROP_S)
         except Exception as error:
