@@ -58,9 +58,9 @@ def _ask(
 def _check(manager: CPUOffloadingManager) -> None:
     policy = manager._policy
     policy._settle()
-    policy.room.check_invariants()
+    policy.tier.check_invariants()
     assert set(policy._blocks) == set(policy._keys.values())
-    assert len(policy._blocks) == len(policy.room)
+    assert len(policy._blocks) == len(policy.tier)
 
 
 def test_vllm_finds_the_policy_by_its_name_and_module() -> None:
@@ -236,7 +236,7 @@ def test_evicting_changes_nothing_where_it_can_not() -> None:
     assert policy.evict(3, set(_keys(2))) is None
     assert policy.evict(2, set(_keys(2))) is not None
     assert policy.get(_keys(2)[0]) is not None
-    policy.room.check_invariants()
+    policy.tier.check_invariants()
 
 
 @pytest.mark.parametrize("other", ["lru", "arc"])
