@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from kvtier.core.config import CacheConfig
 from kvtier.tools.cli import app
-from kvtier.tools.cli.settings_options import MAIN
+from kvtier.tools.cli.settings_options import MAIN, settings_options
 
 
 @pytest.mark.parametrize("command", ["serve", "node run", "vllm-args", "sglang-args"])
@@ -28,3 +28,16 @@ def test_option_has_the_default_and_the_help_of_its_setting() -> None:
         if name in params and name != "host_capacity":
             assert params[name].help.startswith(field.metadata["meaning"])
             assert str(params[name].default or "") in (str(field.default or ""), "0")
+
+
+def test_zero_that_was_given_is_not_the_default() -> None:
+    command = typer.Typer()
+    seen: dict[str, object] = {}
+
+    @command.command()
+    @settings_options(CacheConfig, ["lookup_deadline_s", "prefetch_timeout_s", "storage"])
+    def show(*, settings: dict[str, object]) -> None:
+        seen.update(settings)
+
+    assert CliRunner().invoke(command, ["--lookup-deadline-s", "0"]).exit_code == 0
+    assert seen == {"lookup_deadline_s": 0.0}

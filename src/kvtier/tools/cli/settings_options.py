@@ -42,9 +42,9 @@ def settings_options(
         # Arguments stay first; the main settings go before all other options.
         made = [_parameter(known[name], panel, defaults) for name in ordered]
         num_main = sum(name in MAIN for name in names)
-        is_argument = [type(_typer_info(each)) is not typer.models.OptionInfo for each in own]
-        arguments = [each for each, is_first in zip(own, is_argument, strict=True) if is_first]
-        options = [each for each, is_first in zip(own, is_argument, strict=True) if not is_first]
+        option = typer.models.OptionInfo
+        arguments = [parameter for parameter in own if type(_typer_info(parameter)) is not option]
+        options = [parameter for parameter in own if type(_typer_info(parameter)) is option]
         parameters = [*arguments, *made[:num_main], *options, *made[num_main:]]
 
         @wraps(command)
@@ -53,7 +53,8 @@ def settings_options(
             for name in names:
                 value = given.pop(name)
                 value = tuple(value) if isinstance(value, list) else value
-                if value and str(value) != str(known[name].default):
+                # None, or (): a list that was not given. A 0 that was given is a value.
+                if value not in (None, ()) and str(value) != str(known[name].default):
                     settings[name] = value
             command(settings=settings, **given)
 
