@@ -118,7 +118,7 @@ class Run:
 
     turns: tuple[Turn, ...]
     answers: Mapping[str, str]
-    """Digest of the answers by conversation, for those that were completed."""
+    """Digest of the answers of each completed conversation."""
     prompt_tokens: int
     cached_tokens: int
     """Cached tokens of all prompts, as the engine counts them."""

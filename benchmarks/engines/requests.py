@@ -41,7 +41,7 @@ class Check:
     same_logprobs: int
     """Prompts with all log-probabilities from below equal to those from the pool, bit for bit."""
     same_as_first: int
-    """Prompts with the tokens from below equal to those that the first contestant computed."""
+    """Prompts whose tokens from below are equal to what the first contestant computed."""
 
     def failure(self, has_tier: bool) -> str | None:
         """Return what is wrong as text, or None."""

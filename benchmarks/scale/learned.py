@@ -20,7 +20,7 @@ PROMPT_BLOCKS = 20
 BATCH_PROMPTS = 1_000
 ASKED_AGAIN = 5
 """Every n-th prompt of the previous batch is requested again, so that the policy can learn:
-recently used blocks are worth more than those that were not used for long."""
+recently used blocks are worth more than blocks without a use for a long time."""
 SECONDS_APART = 0.01
 CALLS = 30
 CAPACITIES = 5

@@ -145,7 +145,7 @@ def test_engine_that_cant_be_cut_is_refused_with_one_sentence() -> None:
     refused(r"pages of 2 pools \(kv, swa\)", lambda: refuse_several(["kv", "swa"]))
     refused("SGLang's options, which name the model", lambda: num_kv_heads(None, False))
     assert num_kv_heads(None, True) == 1
-    with pytest.raises(LayoutError, match="3 KV heads can't be told in 40 bytes"):
+    with pytest.raises(LayoutError, match="3 KV heads can't be identified in 40 bytes"):
         cut([PagePart(40, 1, "")], Division.of(3, 3, 0, 1), 40)
 
 

@@ -310,7 +310,7 @@ def test_setting_without_effect_is_refused(settings: dict[str, Any], sentence: s
 
 
 def test_heads_that_look_like_tokens_are_refused() -> None:
-    with pytest.raises(LayoutError, match="the axis of 10 KV heads can't be told"):
+    with pytest.raises(LayoutError, match="the axis of 10 KV heads can't be identified"):
         Rank("blocks first", Division(TOKENS, 0, 1, 1), [0], 1, StoredBlocks())
 
 

@@ -26,8 +26,8 @@ from kvtier.cache.block_cache import (
 )
 from kvtier.cache.direct import DirectReads
 from kvtier.cache.engine_copies import EngineCopies
+from kvtier.cache.key_lookup import KeyedLookup
 from kvtier.cache.ladder import Ladder, LadderCallbacks, LadderOptions, PendingLookup
-from kvtier.cache.local_lookup import KeyedLookup
 from kvtier.cache.transfer import Mover
 from kvtier.cache.waiters import StorageWaiter
 from kvtier.core.hints import Hint, waits

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from kvtier.cache.block_cache import BlockState, Change
 from kvtier.cache.holds import Holds
+from kvtier.cache.key_lookup import KeyedLookup
 from kvtier.cache.ladder import Ladder, LadderCallbacks, LadderOptions, PendingLookup
 from kvtier.cache.local import LocatedBlocks
-from kvtier.cache.local_lookup import KeyedLookup
 from kvtier.cache.transfer import LocalMover
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.types import HOST, NO_BLOCK, BlockId, Slot

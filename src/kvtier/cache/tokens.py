@@ -19,7 +19,7 @@ from kvtier.cache.deletion import Deletion, PromptDeletion, PromptPins, used_by_
 from kvtier.cache.ladder import Ladder, LadderCallbacks, Prefetch
 from kvtier.cache.lease import Lease
 from kvtier.cache.lease_metrics import LeaseObserver
-from kvtier.cache.storage_lookup import begin_lookup
+from kvtier.cache.token_lookup import begin_lookup
 from kvtier.cache.transfer import CopyJob, LayerGate, LocalMover
 from kvtier.core.config import CacheConfig
 from kvtier.core.errors import Closed, ConfigError, UsageError

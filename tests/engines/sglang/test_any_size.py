@@ -266,7 +266,9 @@ def test_pool_whose_heads_cant_be_told_is_refused_with_one_sentence(
         lambda: cut(host_pool("mha", "page_first", heads=1), 3, 2),
     )
     latents = host_pool("mla", "page_first")
-    refused("can't be told in pages of MLATokenToKVPoolHost", lambda: cut(latents), LayoutError)
+    refused(
+        "can't be identified in pages of MLATokenToKVPoolHost", lambda: cut(latents), LayoutError
+    )
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     heads_first = host_pool("mha", "page_first")
     refused("from device memory in hnd; leave it out", lambda: cut(heads_first), LayoutError)

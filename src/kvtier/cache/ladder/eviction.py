@@ -18,7 +18,7 @@ Admit = Callable[[], int]
 """Return the number of blocks that the policy admits."""
 
 Demote = Callable[[Sequence[BlockId]], Sequence[BlockId]]
-"""Copy blocks to the tier below; return those that may be evicted now."""
+"""Copy blocks to the tier below; return the ones that may be evicted now."""
 
 
 class Eviction:

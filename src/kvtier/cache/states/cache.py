@@ -20,7 +20,7 @@ from kvtier.cache.deletion import Deletion
 from kvtier.cache.lease import Lease
 from kvtier.cache.states.lease import Snapshot, SnapshotLease, SnapshotMatch, StateLease
 from kvtier.cache.states.stateful import StatefulCache
-from kvtier.cache.storage_lookup import begin_lookup
+from kvtier.cache.token_lookup import begin_lookup
 from kvtier.cache.transfer import LayerGate
 from kvtier.core.config import CacheConfig
 from kvtier.core.types import DEVICE, Label, Match

@@ -25,7 +25,7 @@ from kvtier.cache.deletion import Deletion
 from kvtier.cache.lease import Lease
 from kvtier.cache.states.lease import Snapshot, SnapshotMatch, StateLease, WindowLease
 from kvtier.cache.states.stateful import StatefulCache
-from kvtier.cache.storage_lookup import begin_lookup
+from kvtier.cache.token_lookup import begin_lookup
 from kvtier.cache.transfer import LayerGate
 from kvtier.core.config import CacheConfig
 from kvtier.core.errors import ConfigError

@@ -137,10 +137,12 @@ class NodeCache(BlockCache):
 
         While the partition is being opened, all blocks are ``UNKNOWN`` for a short time.
         """
-        told = b"".join(keys)
+        joined_keys = b"".join(keys)
         found = self._ask(
             keys,
-            lambda request, partition: protocol.LookupRequest(request, partition, told, has_gaps),
+            lambda request, partition: protocol.LookupRequest(
+                request, partition, joined_keys, has_gaps
+            ),
             protocol.LookupAnswer,
         )
         if found is None:
@@ -232,10 +234,10 @@ class NodeCache(BlockCache):
 
     def reserve(self, keys: Collection[bytes]) -> Reserved | None:
         wanted = list(dict.fromkeys(keys))
-        told = b"".join(wanted)
+        joined_keys = b"".join(wanted)
         found = self._ask(
             wanted,
-            lambda request, partition: protocol.ReserveRequest(request, partition, told),
+            lambda request, partition: protocol.ReserveRequest(request, partition, joined_keys),
             protocol.ReserveAnswer,
         )
         if found is None:
@@ -263,34 +265,36 @@ class NodeCache(BlockCache):
         mine = [(key, at) for key, at in zip(keys, depths, strict=True) if key in reserved]
         slots = [reserved.pop(key).slot for key, _ in mine]
         if slots:
-            told = protocol.pack(slots), protocol.pack([at for _, at in mine])
-            self._tell(lambda number: protocol.CommitNotice(number, *told))
+            places = protocol.pack(slots), protocol.pack([at for _, at in mine])
+            self._notify(lambda number: protocol.CommitNotice(number, *places))
 
     def abort(self, keys: Iterable[bytes]) -> None:
         reserved = self._partition.reserved
         slots = protocol.pack([reserved.pop(key).slot for key in keys if key in reserved])
         if slots:
-            self._tell(lambda number: protocol.AbortNotice(number, slots))
+            self._notify(lambda number: protocol.AbortNotice(number, slots))
 
     def distrust(self, slots: Collection[Slot]) -> None:
         if slots:
-            told = protocol.pack(list(slots))
-            self._tell(lambda number: protocol.DistrustNotice(number, told))
+            packed = protocol.pack(list(slots))
+            self._notify(lambda number: protocol.DistrustNotice(number, packed))
 
     def _give_back(self, slots: Sequence[Slot]) -> None:
-        self._tell_of_release(protocol.pack(slots))
+        self._notify_release(protocol.pack(slots))
 
-    def _tell_of_release(self, slots: bytes) -> None:
+    def _notify_release(self, slots: bytes) -> None:
         if slots:
-            self._tell(lambda number: protocol.ReleaseNotice(number, slots))
+            self._notify(lambda number: protocol.ReleaseNotice(number, slots))
 
     # -- between memory and storage ----------------------------------------------------------------
 
     def promote(self, keys: Sequence[bytes], ready_keys: Sequence[bytes] = ()) -> int:
-        told, kept = b"".join(keys), b"".join(ready_keys)
+        joined_keys, joined_ready = b"".join(keys), b"".join(ready_keys)
         found = self._ask(
             keys,
-            lambda request, partition: protocol.PromoteRequest(request, partition, told, kept),
+            lambda request, partition: protocol.PromoteRequest(
+                request, partition, joined_keys, joined_ready
+            ),
             protocol.PromoteAnswer,
         )
         if found is None:
@@ -319,8 +323,10 @@ class NodeCache(BlockCache):
                     self.wait_for_reads(some[:num])
 
     def wait_for_reads(self, keys: Sequence[bytes]) -> NodeSignal | Signal:
-        watch, told = next(self._watches), b"".join(keys)
-        channel = self._tell(lambda partition: protocol.WatchNotice(partition, watch, told))
+        watch, joined_keys = next(self._watches), b"".join(keys)
+        channel = self._notify(
+            lambda partition: protocol.WatchNotice(partition, watch, joined_keys)
+        )
         if channel is None:
             return Signal(is_over=True)
         signal, now_s = NodeSignal(self._client, channel, watch), self._clock()
@@ -334,28 +340,31 @@ class NodeCache(BlockCache):
 
     def touch(self, keys: Collection[bytes]) -> None:
         if keys:
-            told = b"".join(keys)
-            self._tell(lambda number: protocol.UseNotice(number, told))
+            joined_keys = b"".join(keys)
+            self._notify(lambda number: protocol.UseNotice(number, joined_keys))
 
     def on_request(self, keys: Iterable[bytes]) -> None:
-        if told := b"".join(keys):
-            self._tell(lambda number: protocol.PromptNotice(number, told))
+        if joined_keys := b"".join(keys):
+            self._notify(lambda number: protocol.PromptNotice(number, joined_keys))
 
     def continues(self, keys: Iterable[bytes], last_key: bytes) -> None:
-        if told := b"".join(keys):
-            self._tell(lambda number: protocol.ContinueNotice(number, told, last_key))
+        if joined_keys := b"".join(keys):
+            self._notify(lambda number: protocol.ContinueNotice(number, joined_keys, last_key))
 
     def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
-        self._say(keys, hint.block_hint(block_size, 0.0))
+        self._send_hints(keys, hint.block_hint(block_size, 0.0))
 
     def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
-        self._say(keys, [waits(is_waiting, 0.0)])
+        self._send_hints(keys, [waits(is_waiting, 0.0)])
 
-    def _say(self, keys: Collection[bytes], said: Sequence[BlockHint]) -> None:
+    def _send_hints(self, keys: Collection[bytes], block_hints: Sequence[BlockHint]) -> None:
         """Send retention hints on blocks. Their times are seconds from now."""
-        if keys and said:
-            told, statements = b"".join(keys), [_fields(each) for each in said]
-            self._tell(lambda number: protocol.HintNotice(number, told, statements))
+        if keys and block_hints:
+            joined_keys, statements = (
+                b"".join(keys),
+                [_fields(block_hint) for block_hint in block_hints],
+            )
+            self._notify(lambda number: protocol.HintNotice(number, joined_keys, statements))
 
     # -- upkeep ------------------------------------------------------------------------------------
 
@@ -373,7 +382,7 @@ class NodeCache(BlockCache):
 
     def _release_unheld(self) -> None:
         for each in self._unread:
-            self._tell_of_release(each.answer.slots)
+            self._notify_release(each.answer.slots)
         self._unread.clear()
         given_back: list[Slot] = []
         leases = self._partition.leases
@@ -491,7 +500,7 @@ class NodeCache(BlockCache):
         finally:
             self._client.put_back(channel, failure)
 
-    def _tell(self, make: Callable[[int], FromEngine]) -> Channel | None:
+    def _notify(self, make: Callable[[int], FromEngine]) -> Channel | None:
         """Send a notice on the partition; return its connection. None if it is sent later or never.
 
         make: return the message, from the number of the partition.

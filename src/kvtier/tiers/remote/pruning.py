@@ -96,7 +96,7 @@ def prune(
     """
     entries = there = keeper.entries()
     if sum(entry.num_bytes for entry in entries) > max_bytes:
-        there = [our for some in _pieces(entries) for our in keeper.ours(some)]
+        there = [entry for some in _pieces(entries) for entry in keeper.ours(some)]
     num_entries = num_bytes = 0
     num_strange = len(entries) - len(there)
     removed: list[bytes] = []
@@ -104,9 +104,9 @@ def prune(
         ours = keeper.ours(some)
         if is_real:
             keeper.remove(ours)
-        removed += [our.name for our in ours]
+        removed += [entry.name for entry in ours]
         num_entries += len(ours)
-        num_bytes += sum(our.num_bytes for our in ours)
+        num_bytes += sum(entry.num_bytes for entry in ours)
         num_strange += len(some) - len(ours)
     num_notes = keeper.remove_notes(removed, is_real)
     return Pruned(Contents.of(entries), num_entries, num_bytes, num_strange, num_notes)

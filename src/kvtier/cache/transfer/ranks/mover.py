@@ -320,8 +320,8 @@ class RankMover(Mover):
         Ranks may have shards of different sizes, so equal bytes hold different numbers of blocks.
         None while no rank has reported its room.
         """
-        told = (hello.num_blocks.get(tier) for hello in self._hellos.values())
-        return min((each for each in told if each is not None), default=None)
+        reported = (hello.num_blocks.get(tier) for hello in self._hellos.values())
+        return min((num for num in reported if num is not None), default=None)
 
     def hear(self, report: Report) -> None:
         """Handle reports of ranks. Each rank reports an order once, when it has ended there."""

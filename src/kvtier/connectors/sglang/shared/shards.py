@@ -143,7 +143,7 @@ def _heads_of(pool: Any) -> int:
     )
     if not is_told:
         raise LayoutError(
-            f"storage_shards: KV heads can't be told in pages of {type(pool).__name__} in "
+            f"storage_shards: KV heads can't be identified in pages of {type(pool).__name__} in "
             f"{pool.layout!r} from device memory in {', '.join(sorted(device)) or 'no known order'}"
             "; leave it out"
         )
@@ -187,8 +187,8 @@ def _device_heads(pool: DevicePool) -> int:
     if not is_told:
         shapes = {str(tuple(buffer.rows.shape[1:])) for buffer in pool.buffers}
         raise LayoutError(
-            f"storage_shards: KV heads can't be told in a device pool of {type(source).__name__} "
-            f"with rows of {', '.join(sorted(shapes))}; leave it out"
+            f"storage_shards: KV heads can't be identified in a device pool of "
+            f"{type(source).__name__} with rows of {', '.join(sorted(shapes))}; leave it out"
         )
     return int(own)
 
@@ -212,8 +212,8 @@ def cut(
     for part in parts:
         if part.nbytes % (part.num_rows * own):
             raise LayoutError(
-                f"storage_shards: {own} KV heads can't be told in {part.nbytes} bytes of a page; "
-                "leave it out"
+                f"storage_shards: {own} KV heads can't be identified in {part.nbytes} bytes of a "
+                "page; leave it out"
             )
     head_bytes = [part.nbytes // (part.num_rows * own) for part in parts]
     order = [

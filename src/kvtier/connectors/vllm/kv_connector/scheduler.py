@@ -239,7 +239,7 @@ class SchedulerHalf:
         for key in reserved.keys:
             at = tracked.state.request.ends[key] // self._page
             stored += pages[at - num : at]
-        assert len(stored) == num * len(reserved.keys), "a block whose pages vLLM has not told"
+        assert len(stored) == num * len(reserved.keys), "vLLM has not reported the pages of a block"
         slots = BlockSlots(reserved.slots, guard=reserved.guard)
         job = self._begin_job(tracked, reserved.keys, PageRange(stored), slots, is_store=True)
         tracked.stores.add(job.job_id)

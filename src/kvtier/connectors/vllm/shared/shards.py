@@ -135,7 +135,7 @@ def _head_axis(layer: str, part: torch.Tensor, page_axis: int, num_heads: int) -
     found = [at for at in inner[:-1] if part.size(at) == num_heads]
     if len(inner) != 3 or len(found) != 1:
         raise LayoutError(
-            f"storage_shards: {layer}: the axis of {num_heads} KV heads can't be told in "
+            f"storage_shards: {layer}: the axis of {num_heads} KV heads can't be identified in "
             f"{tuple(part.shape)}; leave it out"
         )
     return found[0]
