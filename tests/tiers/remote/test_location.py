@@ -172,6 +172,7 @@ WRONG = {
 }
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("url", list(WRONG))
 def test_wrong_url_is_refused_before_a_model_is_loaded(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
