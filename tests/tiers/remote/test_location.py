@@ -177,6 +177,7 @@ WRONG = {
 def test_wrong_url_is_refused_before_a_model_is_loaded(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("torch", reason="needs the engine extra")
     monkeypatch.setattr("kvtier.serve.engine.Engine", lambda _: pytest.fail("a model is loaded"))
     done = CliRunner().invoke(app, ["serve", "--port", "0", "--storage", url])
     assert done.exit_code == 2
