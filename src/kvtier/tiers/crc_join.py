@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.hot import copy_checked, crc32c_many
+from kvtier.core.hot import copy_checked, crc32c, crc32c_many
 from kvtier.tiers.pieces import Pieces
 
 Uint32s = npt.NDArray[np.uint32]
@@ -70,6 +70,12 @@ def _zeros(num_bytes: int) -> Uint32s:
             result = _times(power, result)
         power, left = _times(power, power), left >> 1
     return result
+
+
+def checksum(content: bytes | npt.NDArray[np.uint8]) -> int:
+    """Return the crc32c of bytes, which are C-contiguous."""
+    view = np.frombuffer(content, np.uint8)
+    return crc32c(view.ctypes.data, len(view))
 
 
 def block_crcs(blocks: Pieces, num_threads: int = 1) -> Uint32s:

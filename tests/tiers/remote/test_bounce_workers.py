@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from threading import Condition
 
 import pytest
@@ -27,7 +28,7 @@ from kvtier.tiers.remote.bounce_workers import (
     BounceWorkers,
     IsWanted,
 )
-from kvtier.tiers.remote.bounced_tier import DockedTier
+from kvtier.tiers.remote.bounced_tier import BouncedTier
 from kvtier.tiers.remote.errors import Unreachable, Unsound
 from kvtier.tiers.remote.location import StoreOptions, read_location, read_options
 from tests.tiers.remote.docked_store import DockedStoreTests, eventually
@@ -122,17 +123,17 @@ class ShelfClient(BounceClient):
 Connect = Callable[[BounceRows], BounceClient]
 
 
-def over(connect: Connect, num_blocks: int = 64, query: str = "") -> DockedTier:
+def over(connect: Connect, num_blocks: int = 64, query: str = "") -> BouncedTier:
     location = read_location("shelf", f"//here?{query}")
     site = StorageSite("shelf", "", GROUP, num_blocks * GROUP.bytes_per_block)
-    return DockedTier(site, location, read_options(StoreOptions, location), connect)
+    return BouncedTier(site, location, read_options(StoreOptions, location), connect)
 
 
-def tier_of(shelf: Shelf, num_blocks: int = 64, query: str = "") -> DockedTier:
+def tier_of(shelf: Shelf, num_blocks: int = 64, query: str = "") -> BouncedTier:
     return over(lambda rows: ShelfClient(shelf, rows), num_blocks, query)
 
 
-class TestDockedTier(StorageSuite):
+class TestBouncedTier(StorageSuite):
     shelf = Shelf()
 
     def make_storage(self, num_blocks: int) -> StorageTier:
@@ -295,13 +296,12 @@ def test_large_block_has_a_dock_of_one_row() -> None:
 def test_docks_are_made_when_they_are_needed() -> None:
     shelf = Shelf()
     docks = BounceWorkers("few", 2, GROUP.bytes_per_block, lambda rows: ShelfClient(shelf, rows))
-    first = docks.take(0.0)
-    second = docks.take(0.0)
+    first, second = (docks.take(inf) for _ in range(2))
     assert isinstance(first, BounceWorker)
     assert isinstance(second, BounceWorker)
-    assert docks.take(0.0) is None, "there are two"
+    assert docks.take(inf, waits=False) is None, "there are two"
     docks.put_back(first)
-    assert docks.take(0.0) is first
+    assert docks.take(inf) is first
     for each in (first, second):
         docks.put_back(each)
     docks.close(1.0)

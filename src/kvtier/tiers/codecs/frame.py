@@ -33,7 +33,7 @@ from kvtier.core.hot import crc32c
 from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW, ChunkedCodec, Codec, Uint8s
 from kvtier.tiers.codecs.encryption import NONCE_BYTES, TAG_BYTES, Keyring
-from kvtier.tiers.crc_join import copied_crcs
+from kvtier.tiers.crc_join import checksum, copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Outcome
 
@@ -76,7 +76,7 @@ class FrameHead:
         """Return the header's bytes."""
         flags = ENCRYPTED if self.is_encrypted else 0
         fields = (MAGIC, self.codec, flags, 0, self.plain_bytes, self.body_bytes, self.key_id)
-        return HEAD.pack(*fields, _crc(HEAD.pack(*fields, 0, self.nonce, 0)), self.nonce, 0)
+        return HEAD.pack(*fields, checksum(HEAD.pack(*fields, 0, self.nonce, 0)), self.nonce, 0)
 
     @classmethod
     def read(cls, stored: Uint8s) -> FrameHead | None:
@@ -271,7 +271,7 @@ class BlockCoder:
         if num is not None and codec.is_lossy:
             is_decoded = codec.decode(into[:num], plain)
             assert is_decoded, "a codec decodes what it has encoded"
-            crc = crc32c(plain.ctypes.data, len(plain))
+            crc = checksum(plain)
         return num, crc
 
     def _gather(self, block: Pieces, plain: Uint8s) -> int:
@@ -365,7 +365,7 @@ class BlockCoder:
             if not self._codecs[codec].decode(body, plain):
                 return None
             if is_whole:
-                return crc32c(plain.ctypes.data, len(plain))
+                return checksum(plain)
         whole = Pieces.whole([plain.ctypes.data], self.block_bytes)
         return int(copied_crcs(block, whole.cut(block.sizes))[0])
 
@@ -382,8 +382,3 @@ class BlockCoder:
     def buffer(self) -> Uint8s:
         """Return memory of this thread for one frame, until its next call."""
         return self._scratch("frame", self.most_bytes)
-
-
-def _crc(content: bytes) -> int:
-    view = np.frombuffer(content, np.uint8)
-    return crc32c(view.ctypes.data, len(view))

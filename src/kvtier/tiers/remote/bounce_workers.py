@@ -60,7 +60,7 @@ class BounceRows(Bounce):
         self.blocks = Pieces.whole(self.addresses, block_bytes)
         content = np.frombuffer(self.memory.owner, np.uint8)  # type: ignore[call-overload]
         self._rows = content.reshape(self.num_slots, -1)[:, : self.value_bytes]
-        self._headers = self._rows[:, :HEADER_BYTES]
+        self._headers: Headers = self._rows[:, :HEADER_BYTES]
 
     @classmethod
     def for_blocks(cls, block_bytes: int, max_rows: int = MAX_ROWS) -> BounceRows:
@@ -78,9 +78,9 @@ class BounceRows(Bounce):
         found: Uint8s = self._rows[place, HEADER_BYTES:]
         return found
 
-    def headers(self, places: Sequence[int]) -> Headers:
-        """Return copies of the headers of some rows."""
-        return np.take(self._headers, places, axis=0)
+    def headers(self, num_rows: int) -> Headers:
+        """Return copies of the headers of the first rows."""
+        return self._headers[:num_rows].copy()
 
 
 class BounceClient(ABC):
@@ -192,18 +192,18 @@ class BounceWorker:
 
 
 class BounceWorkers:
-    """A pool of at most ``num_docks`` bounce workers, made on demand."""
+    """Pool of at most ``num_workers`` bounce workers, made on demand."""
 
     def __init__(
         self,
         name: str,
-        num_docks: int,
+        num_workers: int,
         block_bytes: int,
         connect: Connect,
         max_rows: int = MAX_ROWS,
     ) -> None:
         self._name = name
-        self._num_docks = num_docks
+        self._num_workers = num_workers
         self._block_bytes = block_bytes
         self._max_rows = max_rows
         self._connect = connect
@@ -213,46 +213,42 @@ class BounceWorkers:
         self._change = Condition()
         self._is_closed = False
 
-    def take(self, ends_at: float) -> BounceWorker | None:
+    def take(self, ends_at: float, waits: bool = True) -> BounceWorker | None:
         """Take a worker for exclusive use. Return None if none was free in time.
 
         Raises ``Closed`` after a close, and in a forked child.
+
+        waits: whether to wait for a worker until ``ends_at`` (``monotonic``).
         """
         self._process.must_be_here("a store's client")
         with self._change:
-            while True:
+            while (left_s := ends_at - time.monotonic()) > 0:
                 if self._is_closed:
                     raise Closed("this tier was closed; make a new one")
                 if self._idle:
                     return self._idle.pop()
-                if len(self._made) < self._num_docks:
+                if len(self._made) < self._num_workers:
                     name = f"kvtier {self._name} {len(self._made)}"
-                    dock = BounceWorker(
-                        name,
-                        BounceRows.for_blocks(self._block_bytes, self._max_rows),
-                        self._connect,
-                    )
-                    self._made.append(dock)
-                    return dock
-                left_s = ends_at - time.monotonic()
-                if left_s <= 0:
-                    return None
+                    rows = BounceRows.for_blocks(self._block_bytes, self._max_rows)
+                    self._made.append(BounceWorker(name, rows, self._connect))
+                    return self._made[-1]
+                if not waits:
+                    break
                 self._change.wait(left_s)
+        return None
 
-    def give_back(self, dock: BounceWorker, future: Future[Any]) -> None:
+    def give_back(self, worker: BounceWorker, future: Future[Any]) -> None:
         """Return a worker to the pool when ``future``, the last one that it began, is done."""
-        future.add_done_callback(lambda _: self.put_back(dock))
+        future.add_done_callback(lambda _: self.put_back(worker))
 
-    def put_back(self, dock: BounceWorker | None) -> None:
+    def put_back(self, worker: BounceWorker) -> None:
         """Return an idle worker to the pool."""
-        if dock is None:
-            return
         with self._change:
             if not self._is_closed:
-                self._idle.append(dock)
+                self._idle.append(worker)
                 self._change.notify()
                 return
-        dock.end()
+        worker.end()
 
     def close(self, timeout_s: float) -> None:
         """Close idle workers; busy ones end when their call returns, if ever."""
@@ -265,7 +261,7 @@ class BounceWorkers:
             idle, self._idle = self._idle, []
             self._change.notify_all()
         ends_at = time.monotonic() + timeout_s
-        for dock in idle:
-            dock.end()
-        for dock in idle:
-            dock.join(max(0.0, ends_at - time.monotonic()))
+        for worker in idle:
+            worker.end()
+        for worker in idle:
+            worker.join(max(0.0, ends_at - time.monotonic()))

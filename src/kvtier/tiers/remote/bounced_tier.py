@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from threading import Event
 from typing import Final
 
 import numpy as np
 
-from kvtier.core.errors import Closed, ConfigError, TierError
-from kvtier.core.types import BlockKey, BlockName, keys_of
+from kvtier.core.errors import Closed, ConfigError
+from kvtier.core.types import BlockKey
 from kvtier.devices.base import Finding
-from kvtier.tiers.codecs import make_coder
 from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.disk.bounce import ALIGNMENT
 from kvtier.tiers.pieces import Pieces
@@ -31,42 +29,30 @@ from kvtier.tiers.remote.bounce_workers import (
     Result,
     Work,
 )
-from kvtier.tiers.remote.envelope import (
-    HEADER_BYTES,
-    Envelope,
-    are_coded,
-    as_keys,
-    size_behind,
-)
+from kvtier.tiers.remote.envelope import CODED_MAGIC, HEADER_BYTES, as_keys, size_behind
 from kvtier.tiers.remote.errors import Unreachable, Unsound
 from kvtier.tiers.remote.location import Location, StoreOptions
-from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
+from kvtier.tiers.remote.store_tier import ABSENT, DAMAGED, FAILED, THERE, StoreTier
+from kvtier.tiers.storage import Outcome, StorageSite
 
 logger = logging.getLogger(__name__)
 
 OPEN_S: Final = 5.0
-FORGET_S: Final = 1.0
-DROP_S: Final = 1.0
-"""Time limit of a drop. Its caller waits, possibly the scheduler."""
 CLOSE_S: Final = 3.0
 RETRY_S: Final = 1.0
 """Pause after a failed attempt to reach a store."""
-DOCKS_PER_CALL: Final = 2
+WORKERS_PER_CALL: Final = 2
 """One worker transfers while the other one's blocks are copied and verified."""
-
-THERE, ABSENT, DAMAGED, FAILED = Outcome
 MAX_FOREIGN: Final = 1 << 16
 """Keys of values that can't be read here of which a note is kept."""
 
 
-class DockedTier(StorageTier):
-    """Blocks in a store that processes share: a block is the same whichever process wrote it.
+class BouncedTier(StoreTier):
+    """Tier whose blocks pass through its own bounce buffers, because a late call continues.
 
-    Blocks pass through the tier's own bounce buffers, because a late call continues. What was read
-    is verified in the caller's memory, which a late call cannot change.
+    What was read is verified in the caller's memory, which a late call cannot change.
 
-    A store that cannot be reached is tried again by a later call. Raises ``ConfigError`` for a
-    store that cannot be used.
+    Raises ``ConfigError`` for a store that cannot be used.
 
     max_rows: maximum blocks per client call.
     connect: makes a client.
@@ -80,29 +66,16 @@ class DockedTier(StorageTier):
         connect: Connect,
         max_rows: int = MAX_ROWS,
     ) -> None:
-        self.name = site.name
-        self.bytes_per_block = site.group.bytes_per_block
-        self.facts = StorageFacts(
-            reaches=frozenset({"host", "cpu"}),
-            evicts=True,
-            is_shared=True,
-            request_s=options.request_s,
-            num_readers=options.readers,
-            num_writers=options.writers,
-        )
-        self._num_blocks = site.capacity_bytes // self.bytes_per_block
-        self._location = location
-        coder = make_coder(site.coding, site.group)
-        self._envelope = Envelope(self.bytes_per_block, options.secret(), coder)
+        super().__init__(site, location, options)
         self._foreign: OrderedDict[BlockKey, None] = OrderedDict()
         self._make_client = connect
         self._answer = ""  # of the first successful test
         self._reason = "not reached: no answer"  # why it is not in use
         self._last_error = ""
         self._retry_at = 0.0
-        num_docks = DOCKS_PER_CALL * (options.readers + options.writers) + 1  # for look-ups
-        self._docks = BounceWorkers(
-            self.name, num_docks, self.bytes_per_block, self._connect, max_rows
+        num_workers = WORKERS_PER_CALL * (options.readers + options.writers) + 1  # for look-ups
+        self._workers = BounceWorkers(
+            self.name, num_workers, self.bytes_per_block, self._connect, max_rows
         )
         try:
             self._open()
@@ -110,107 +83,62 @@ class DockedTier(StorageTier):
             self.close()
             raise
 
-    def __repr__(self) -> str:
-        return f"DockedTier({self._location})"
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
     @property
     def last_error(self) -> str:
         return self._reason or self._last_error
 
     # -- blocks ------------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
-        failed = [FAILED] * len(keys)
-        if not keys:
-            return failed
+    def _find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
         try:
-            found = self._ask(lambda client: client.find(keys), time.monotonic() + timeout_s)
-        except Exception as error:
-            self._note(error)
-            return failed
+            found = self._call(lambda client: client.find(keys), timeout_s)
+        except Exception:
+            return [FAILED] * len(keys)
         return [
-            ABSENT
-            if outcome is THERE and (key in self._foreign or self._envelope.is_others(key))
-            else outcome
+            ABSENT if key in self._foreign else outcome
             for key, outcome in zip(keys, found, strict=True)
         ]
 
-    def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
-        outcomes = [FAILED] * len(keys)
-        coder, num_read = self._envelope.coder, 0
-        began, decoded_s = time.monotonic(), coder.counts.decode_s
+    def _read(
+        self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float
+    ) -> tuple[list[Outcome], int]:
+        outcomes, num_read = [FAILED] * len(keys), 0
 
-        def begin(part: list[int], rows: BounceRows) -> Work[list[Arrived]]:
-            some = [keys[at] for at in part]
+        def begin(part: slice, rows: BounceRows) -> Work[list[Arrived]]:
+            some = keys[part]
             return lambda client: client.read(some, rows.begins[: len(some)])
 
-        for part, dock, found in self._moved([*range(len(keys))], begin, timeout_s):
-            arrived = {}
-            for place, (at, came) in enumerate(zip(part, found, strict=True)):
-                if isinstance(came, Outcome):
-                    outcomes[at] = came
-                elif came < HEADER_BYTES:
-                    outcomes[at] = DAMAGED
-                else:
-                    arrived[place] = came - HEADER_BYTES
-                    num_read += came
-            numbers = [part[place] for place in arrived]
-            of_numbers = [keys[at] for at in numbers]
-            delivered = self._deliver(dock.rows, arrived, of_numbers, blocks.pick(numbers))
-            for at, outcome in zip(numbers, delivered, strict=True):
-                outcomes[at] = outcome
-        took_s = time.monotonic() - began - (coder.counts.decode_s - decoded_s)
-        coder.choice.note_transfer(num_read, took_s)
-        self._forget(
-            [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is DAMAGED]
-        )
-        return outcomes
+        for part, rows, found in self._moved(len(keys), begin, timeout_s):
+            num_read += sum(came for came in found if not isinstance(came, Outcome))
+            outcomes[part] = self._deliver(rows, found, keys[part], blocks.pick(part))
+        return outcomes, num_read
 
     def _deliver(
-        self,
-        rows: BounceRows,
-        arrived: Mapping[int, int],
-        keys: Sequence[BlockKey],
-        blocks: Pieces,
+        self, rows: BounceRows, found: list[Arrived], keys: Sequence[BlockKey], blocks: Pieces
     ) -> list[Outcome]:
-        """Copy what arrived in some rows to its destination. Return the outcomes.
-
-        arrived: bytes behind the header, by row.
-        keys, blocks: of these rows.
-        """
-        if not arrived:
-            return []
-        places = [*arrived]
-        headers, envelope = rows.headers(places), self._envelope
-        sizes = [
-            size_behind(header.tobytes(), key) for header, key in zip(headers, keys, strict=True)
-        ]
-        are_whole = [
-            size is not None and _ends_well(came, size)
-            for came, size in zip(arrived.values(), sizes, strict=True)
-        ]
-        are_plain = ~are_coded(headers) & are_whole
-        are_plain &= not envelope.coder.is_encrypting
-        are_plain &= np.array([size == self.bytes_per_block for size in sizes])
-        outcomes = [DAMAGED] * len(places)
-        if plain := np.flatnonzero(are_plain).tolist():
+        """Copy what arrived in the first rows to its destination. Return the outcomes."""
+        envelope, headers = self._envelope, rows.headers(len(found))
+        outcomes = [came if isinstance(came, Outcome) else DAMAGED for came in found]
+        plain = []
+        for at, (key, came) in enumerate(zip(keys, found, strict=True)):
+            header = headers[at].tobytes()
+            size = None if isinstance(came, Outcome) else size_behind(header, key)
+            if size is None or isinstance(came, Outcome) or not _ends_well(came, size):
+                continue
+            is_plain = not header.startswith(CODED_MAGIC) and not envelope.coder.is_encrypting
+            if is_plain and size == self.bytes_per_block:
+                plain.append(at)
+                continue
+            outcomes[at] = envelope.decode(header, key, rows.stored(at)[:size], blocks.pick([at]))
+            if outcomes[at] is ABSENT:
+                self._note_foreign(key)
+        if plain:
             there = blocks.pick(plain)
-            stored = rows.blocks.pick([places[at] for at in plain]).cut(there.sizes)
-            crcs = copied_crcs(there, stored)
+            crcs = copied_crcs(there, rows.blocks.pick(plain).cut(there.sizes))
             its_keys = as_keys([keys[at] for at in plain])
             are_right = envelope.are_blocks(headers[plain], its_keys, there, crcs)
-            for at, is_right in zip(plain, are_right.tolist(), strict=True):
-                outcomes[at] = THERE if is_right else DAMAGED
-        for at in np.flatnonzero(~are_plain & are_whole).tolist():
-            value = rows.stored(places[at])[: arrived[places[at]]]
-            header = headers[at].tobytes()
-            outcomes[at] = envelope.decode(header, keys[at], value, blocks.pick([at]))
-            if outcomes[at] is ABSENT:
-                self._note_foreign(keys[at])
+            for at in np.compress(are_right, plain).tolist():
+                outcomes[at] = THERE
         return outcomes
 
     def _note_foreign(self, key: BlockKey) -> None:
@@ -219,35 +147,14 @@ class DockedTier(StorageTier):
         if len(self._foreign) > MAX_FOREIGN:
             self._foreign.popitem(last=False)
 
-    def _forget(self, damaged: Sequence[BlockKey]) -> None:
-        """Remove damaged blocks from the store, so that intact ones can be written."""
-        damaged = [key for key in damaged if not self._envelope.is_others(key)]
-        if not damaged:
-            return
-        logger.warning("wrong bytes store=%s num_blocks=%d", self._location, len(damaged))
-        try:
-            self._ask(lambda client: client.remove(damaged), time.monotonic() + FORGET_S)
-        except Exception as error:
-            self._note(error)
-
-    def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
-        ends_at = time.monotonic() + timeout_s
-        keys = keys_of(names)
-        outcomes = self.find(keys, timeout_s)
-        is_others = self._envelope.is_others
-        new = [
-            at
-            for at, outcome in enumerate(outcomes)
-            if outcome is ABSENT and not is_others(keys[at])
-        ]
-        outcomes = [THERE if outcome is THERE else FAILED for outcome in outcomes]
-        has_left = Event()
+    def _write(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        outcomes, has_left = [FAILED] * len(keys), Event()
 
         def is_wanted() -> bool:
             return not has_left.is_set()
 
-        def begin(part: list[int], rows: BounceRows) -> Work[list[Outcome]]:
-            some = [keys[at] for at in part]
+        def begin(part: slice, rows: BounceRows) -> Work[list[Outcome]]:
+            some = keys[part]
             sizes = self._fill(rows, some, blocks.pick(part))
             foreign = [key for key in some if key in self._foreign]
 
@@ -258,11 +165,11 @@ class DockedTier(StorageTier):
 
             return write
 
-        for part, _, stored in self._moved(new, begin, ends_at - time.monotonic()):
-            for at, outcome in zip(part, stored, strict=True):
-                outcomes[at] = outcome
+        for part, _, stored in self._moved(len(keys), begin, timeout_s):
+            outcomes[part] = stored
+            for key, outcome in zip(keys[part], stored, strict=True):
                 if outcome is THERE:
-                    self._foreign.pop(keys[at], None)
+                    self._foreign.pop(key, None)
         has_left.set()  # calls in flight are late
         return outcomes
 
@@ -280,63 +187,61 @@ class DockedTier(StorageTier):
         rows.set_headers(self._envelope.headers(keys, there, crcs))
         return [HEADER_BYTES + self.bytes_per_block] * len(keys)
 
-    def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        if not keys or not for_good:
-            return  # other processes may still use it, and the store evicts by itself
-        try:
-            self._ask(lambda client: client.remove(keys), time.monotonic() + DROP_S)
-        except Exception as error:
-            raise TierError(self.name, "drop", str(error) or "no answer") from error
+    def _remove(self, keys: Sequence[BlockKey], timeout_s: float) -> None:
+        self._call(lambda client: client.remove(keys), timeout_s)
 
     # -- workers -----------------------------------------------------------------------------------
 
-    def _ask(self, work: Work[Result], ends_at: float) -> Result:
+    def _call(self, work: Work[Result], timeout_s: float) -> Result:
         """Return the result of a call, or raise its exception.
 
         Raises ``TimeoutError`` after the deadline.
         """
-        dock = self._docks.take(ends_at)
-        if dock is None:
-            raise TimeoutError("no answer")
-        if time.monotonic() >= ends_at:
-            self._docks.put_back(dock)
-            raise TimeoutError("no answer")
-        future = dock.begin(work)
+        ends_at = time.monotonic() + timeout_s
         try:
-            return future.result(max(0.0, ends_at - time.monotonic()))
-        finally:
-            self._docks.give_back(dock, future)
+            worker = self._workers.take(ends_at)
+            if worker is None:
+                raise TimeoutError("no answer")
+            future = worker.begin(work)
+            try:
+                return future.result(max(0.0, ends_at - time.monotonic()))
+            finally:
+                self._workers.give_back(worker, future)
+        except Exception as error:
+            self._note(error)
+            raise
 
     def _moved(
         self,
-        numbers: list[int],
-        begin: Callable[[list[int], BounceRows], Work[list[Result]]],
+        num: int,
+        begin: Callable[[slice, BounceRows], Work[list[Result]]],
         timeout_s: float,
-    ) -> Iterator[tuple[list[int], BounceWorker, list[Result]]]:
-        """Move ``numbers`` part by part; yield each part, its worker and its outcomes.
+    ) -> Iterator[tuple[slice, BounceRows, list[Result]]]:
+        """Move ``num`` blocks part by part; yield each part, its rows and its outcomes.
 
         Parts that failed as a whole or were not done in time are omitted.
 
         begin: fills the rows and returns the call to make.
         """
-        ends_at = time.monotonic() + timeout_s
-        under_way: deque[tuple[list[int], BounceWorker, Future[list[Result]]]] = deque()
-        next_one = 0
+        ends_at, start = time.monotonic() + timeout_s, 0
+        in_flight: deque[tuple[slice, BounceWorker, Future[list[Result]]]] = deque()
         try:
-            while next_one < len(numbers) or under_way:
-                while next_one < len(numbers) and len(under_way) < DOCKS_PER_CALL:
-                    dock = self._take(0.0 if under_way else ends_at)
-                    if time.monotonic() >= ends_at:
-                        self._docks.put_back(dock)
-                        return
-                    if dock is None:
+            while True:
+                while start < num and len(in_flight) < WORKERS_PER_CALL:
+                    worker = self._workers.take(ends_at, waits=not in_flight)
+                    if worker is None:
                         break
-                    part = numbers[next_one : next_one + dock.rows.num_slots]
-                    next_one += len(part)
-                    under_way.append((part, dock, self._begin(dock, partial(begin, part))))
-                if not under_way:
+                    part = slice(start, min(start + worker.rows.num_slots, num))
+                    try:
+                        work = begin(part, worker.rows)
+                    except BaseException:
+                        self._workers.put_back(worker)
+                        raise
+                    in_flight.append((part, worker, worker.begin(work)))
+                    start = part.stop
+                if not in_flight:
                     return
-                part, dock, future = under_way[0]
+                part, worker, future = in_flight[0]
                 try:
                     outcomes = future.result(max(0.0, ends_at - time.monotonic()))
                 except Exception as error:
@@ -344,63 +249,43 @@ class DockedTier(StorageTier):
                     if not future.done():
                         return
                 else:
-                    yield part, dock, outcomes
-                under_way.popleft()
-                self._docks.give_back(dock, future)
-        finally:
-            for _, dock, future in under_way:
-                self._docks.give_back(dock, future)
-
-    def _take(self, ends_at: float) -> BounceWorker | None:
-        try:
-            return self._docks.take(ends_at)
+                    yield part, worker.rows, outcomes
+                in_flight.popleft()
+                self._workers.give_back(worker, future)
         except Closed as error:
             self._note(error)
-            return None
-
-    def _begin(
-        self, dock: BounceWorker, begin: Callable[[BounceRows], Work[list[Result]]]
-    ) -> Future[list[Result]]:
-        try:
-            work = begin(dock.rows)
-        except BaseException:
-            self._docks.put_back(dock)
-            raise
-        return dock.begin(work)
+        finally:
+            for _, worker, future in in_flight:
+                self._workers.give_back(worker, future)
 
     def _connect(self, rows: BounceRows) -> BounceClient:
         """Make a client. Runs on a worker's thread. Raises if the store cannot be used."""
         if time.monotonic() < self._retry_at:
             raise Unreachable(self._reason)
+        client: BounceClient | None = None
         try:
             client = self._make_client(rows)
-            if not self._answer:
-                self._answer = self._tested(client)
+            self._answer = self._answer or client.test()
         except Exception as error:
             self._reason = f"not in use: {error}"
             self._retry_at = time.monotonic() + RETRY_S
+            if client is not None:
+                client.close()
             raise
         self._reason = ""
         return client
-
-    def _tested(self, client: BounceClient) -> str:
-        try:
-            return client.test()
-        except BaseException:
-            client.close()
-            raise
 
     # -- upkeep ------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         try:
-            self._ask(lambda _: None, time.monotonic() + OPEN_S)
+            self._call(lambda _: None, OPEN_S)
         except Unsound as error:
             raise ConfigError(f"storage: {self._location}: {error}") from error
         except ConfigError:
             raise
         except Exception as error:
-            self._note(error)
+            logger.debug("not reached store=%s reason=%r", self._location, str(error))
 
     def _note(self, error: Exception) -> None:
         self._last_error = str(error) or "no answer"
@@ -410,13 +295,13 @@ class DockedTier(StorageTier):
         return [Finding(f"{self.name} tier", f"{self._location} {self._reason or self._answer}")]
 
     def close(self) -> None:
-        self._docks.close(CLOSE_S)
+        self._workers.close(CLOSE_S)
 
 
 def _ends_well(num_bytes: int, size: int) -> bool:
-    """Return whether so many bytes behind a header can be a value of ``size``.
+    """Return whether so many bytes can be a header and a value of ``size``.
 
     Files end at a page.
     """
-    rest = num_bytes - size
-    return rest == 0 or (0 < rest < ALIGNMENT and (HEADER_BYTES + num_bytes) % ALIGNMENT == 0)
+    rest = num_bytes - HEADER_BYTES - size
+    return rest == 0 or (0 < rest < ALIGNMENT and num_bytes % ALIGNMENT == 0)

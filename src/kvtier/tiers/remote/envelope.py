@@ -36,11 +36,11 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtier.core.hot import crc32c, crc32c_rows
+from kvtier.core.hot import crc32c_rows
 from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW, Uint8s
 from kvtier.tiers.codecs.frame import BlockCoder, FrameHead
-from kvtier.tiers.crc_join import Uint32s, copied_crcs
+from kvtier.tiers.crc_join import Uint32s, checksum, copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Keys, Outcome
 
@@ -55,6 +55,7 @@ CODED_MAGIC: Final = b"kvtierB2"
 HEAD: Final = Struct("<8sIIQ32s")
 TAG_BYTES: Final = 32
 CHECK: Final = Struct("<II")
+KEY_ID: Final = Struct("<I")
 HEADER_BYTES: Final = HEAD.size + TAG_BYTES + CHECK.size
 TAGGED: Final = 1
 CODEC_SHIFT: Final = 8
@@ -111,16 +112,15 @@ class Envelope:
         for at, crc in enumerate(crcs.tolist()):
             head = HEAD.pack(MAGIC, flags, crc, self._block_bytes, keys[at])
             above = head + self._tag(head, blocks, at)
-            made.append(above + CHECK.pack(_check(above), 0))
+            made.append(above + CHECK.pack(checksum(above), 0))
         return made
 
     def coded_header(self, key: BlockKey, head: FrameHead, frame: Uint8s) -> bytes:
         """Return the header of a frame. head: the frame's own header."""
         flags = (TAGGED if self._tag_key else 0) | head.codec << CODEC_SHIFT
-        crc = crc32c(frame.ctypes.data, len(frame))
-        above = HEAD.pack(CODED_MAGIC, flags, crc, len(frame), key)
+        above = HEAD.pack(CODED_MAGIC, flags, checksum(frame), len(frame), key)
         above += self._tag(above, Pieces.whole([frame.ctypes.data], len(frame)), 0)
-        check = _check(above + CHECK.pack(0, head.key_id)[4:])
+        check = checksum(above + KEY_ID.pack(head.key_id))
         return above + CHECK.pack(check, head.key_id)
 
     def encode(
@@ -182,48 +182,30 @@ class Envelope:
     def decode(self, header: bytes, key: BlockKey, stored: Uint8s, block: Pieces) -> Outcome:
         """Verify what ``encode`` wrote by its header, and write the block to its memory.
 
-        Returns ``THERE``, ``DAMAGED``, or ``ABSENT`` for a codec or a key that is not known here.
-
-        stored: uint8 [n]; bytes behind the stored form are ignored.
-        block: one block in host memory.
-        """
-        headers = as_headers([header])
-        num_bytes = size_behind(header, key)
-        if num_bytes is None or num_bytes > len(stored):
-            return DAMAGED
-        if are_coded(headers)[0]:
-            return self.open(header, key, stored[:num_bytes], block)
-        if self.coder.is_encrypting:
-            return ABSENT
-        if num_bytes != self._block_bytes:
-            return DAMAGED
-        read = Pieces.whole([stored.ctypes.data], num_bytes)
-        crcs = copied_crcs(block, read.cut(block.sizes))
-        return THERE if self.are_blocks(headers, as_keys([key]), read, crcs)[0] else DAMAGED
-
-    def open(self, header: bytes, key: BlockKey, frame: Uint8s, block: Pieces) -> Outcome:
-        """Verify a frame by its header, and decode it into the memory of its block.
-
         Returns ``THERE``, ``DAMAGED``, or ``ABSENT`` for a codec or a key that is not known here;
         the memory is unchanged then.
 
-        frame: uint8 [n], as many bytes as the header says.
+        stored: uint8 [n], as many bytes as the header says.
         block: one block in host memory.
         """
-        if frame_bytes(header, key) != len(frame):
+        if size_behind(header, key) != len(stored):
             return DAMAGED
-        (fields,) = _fields(as_headers([header]))
-        if not self.coder.can_read(*_codec_of(fields)):
-            return ABSENT
-        if not self.are_of([header], [key])[0]:
-            return DAMAGED
-        if int(fields["crc"]) != crc32c(frame.ctypes.data, len(frame)):
-            return DAMAGED
-        if self._tag_key:
-            whole = Pieces.whole([frame.ctypes.data], len(frame))
-            if not self._is_tagged(header, whole, 0):
+        headers = as_headers([header])
+        whole = Pieces.whole([stored.ctypes.data], len(stored))
+        if not are_coded(headers)[0]:
+            if self.coder.is_encrypting:
+                return ABSENT
+            if len(stored) != self._block_bytes:
                 return DAMAGED
-        return self.coder.decode(key, frame, block)
+            crcs = copied_crcs(block, whole.cut(block.sizes))
+            return THERE if self.are_blocks(headers, as_keys([key]), whole, crcs)[0] else DAMAGED
+        if not self.coder.can_read(*codec_behind(header)):
+            return ABSENT
+        is_intact = self.are_of([header], [key])[0]
+        is_intact &= int(_fields(headers)["crc"][0]) == checksum(stored)
+        if not is_intact or (self._tag_key and not self._is_tagged(header, whole, 0)):
+            return DAMAGED
+        return self.coder.decode(key, stored, block)
 
     def _are_of(self, headers: Headers, keys: Keys) -> Bools:
         """Return bool [n]: whether each is a valid header of its key."""
@@ -234,7 +216,7 @@ class Envelope:
         are_ours &= fields["check"] == crc32c_rows(headers[:, : -CHECK.size])
         are_ours &= fields["key_id"] == 0
         for at in np.flatnonzero(fields["magic"] == np.void(CODED_MAGIC)).tolist():
-            num_bytes = frame_bytes(headers[at].tobytes(), keys[at].tobytes())
+            num_bytes = size_behind(headers[at].tobytes(), keys[at].tobytes())
             is_possible = num_bytes is not None and num_bytes <= self.coder.most_bytes
             are_ours[at] = is_possible and self.coder.can_read(*_codec_of(fields[at]))
         are_ours &= fields["key"] == keys
@@ -274,11 +256,10 @@ def size_behind(header: bytes, key: bytes) -> int | None:
     """
     if len(header) != HEADER_BYTES:
         return None
-    if header[: len(MAGIC)] == CODED_MAGIC:
-        return frame_bytes(header, key)
     magic, _, _, size, its_key = HEAD.unpack_from(header)
-    check, _ = CHECK.unpack_from(header, HEADER_BYTES - CHECK.size)
-    is_sound = magic == MAGIC and its_key == key and check == _check(header[: -CHECK.size])
+    check, key_id = CHECK.unpack_from(header, HEADER_BYTES - CHECK.size)
+    checked = header[: -CHECK.size] + (KEY_ID.pack(key_id) if magic == CODED_MAGIC else b"")
+    is_sound = magic in (MAGIC, CODED_MAGIC) and its_key == key and check == checksum(checked)
     return size if is_sound else None
 
 
@@ -286,17 +267,6 @@ def codec_behind(header: bytes) -> tuple[int, int]:
     """Return the numbers of the codec and of the key that a valid header names; 0 for none."""
     (fields,) = _fields(as_headers([header]))
     return _codec_of(fields) if fields["magic"] == np.void(CODED_MAGIC) else (RAW, 0)
-
-
-def frame_bytes(header: bytes, key: bytes) -> int | None:
-    """Return the size of the frame that a valid header of ``key`` describes; None for another."""
-    if len(header) != HEADER_BYTES:
-        return None
-    magic, _, _, size, its_key = HEAD.unpack_from(header)
-    check, key_id = CHECK.unpack_from(header, HEADER_BYTES - CHECK.size)
-    above = header[: -CHECK.size] + CHECK.pack(0, key_id)[4:]
-    is_sound = magic == CODED_MAGIC and its_key == key and check == _check(above)
-    return size if is_sound else None
 
 
 def are_coded(headers: Headers) -> Bools:
@@ -323,7 +293,3 @@ def _fields(headers: Headers) -> npt.NDArray[np.void]:
 def _codec_of(fields: np.void) -> tuple[int, int]:
     """Return the numbers of the codec and of the key that a frame's header names."""
     return int(fields["flags"]) >> CODEC_SHIFT & BYTE, int(fields["key_id"])
-
-
-def _check(above: bytes) -> int:
-    return int(crc32c_rows(np.frombuffer(above, np.uint8).reshape(1, -1))[0])

@@ -26,7 +26,7 @@ from kvtier.tiers.remote.bounce_workers import (
     BounceRows,
     IsWanted,
 )
-from kvtier.tiers.remote.bounced_tier import DockedTier
+from kvtier.tiers.remote.bounced_tier import BouncedTier
 from kvtier.tiers.remote.errors import Unreachable, Unsound
 from kvtier.tiers.remote.location import Location, StoreOptions, StorePlugin
 from kvtier.tiers.storage import Outcome, StorageSite, StorageTier
@@ -100,7 +100,7 @@ def _make(site: StorageSite, location: Location, options: MooncakeOptions) -> St
             f"Mooncake's; install it: {install_command('mooncake')} ({error})"
         ) from error
     process = StoreProcess(location, options)
-    return DockedTier(site, location, options, process.client, MAX_CALLED)
+    return BouncedTier(site, location, options, process.client, MAX_CALLED)
 
 
 make_mooncake = StorePlugin("mooncake", MooncakeOptions, _make, _check)

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvtier.core.errors import ConfigError, install_command
 from kvtier.tiers.remote.bounce_workers import Connect
-from kvtier.tiers.remote.bounced_tier import DockedTier
+from kvtier.tiers.remote.bounced_tier import BouncedTier
 from kvtier.tiers.remote.location import Location, StoreOptions, StorePlugin
 from kvtier.tiers.storage import StorageSite, StorageTier
 
@@ -43,7 +43,7 @@ def _check(location: Location, options: NixlOptions) -> None:
 def _make(site: StorageSite, location: Location, options: NixlOptions) -> StorageTier:
     params = _read_params(location, options.params)
     _check_version(location)
-    return DockedTier(site, location, options, _connect(location, options, params))
+    return BouncedTier(site, location, options, _connect(location, options, params))
 
 
 make_nixl = StorePlugin("nixl", NixlOptions, _make, _check)

@@ -40,8 +40,8 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.core.hot import crc32c_rows
 from kvtier.core.types import BlockKey
+from kvtier.tiers.crc_join import checksum
 from kvtier.tiers.remote.s3.packs import (
     MAX_BLOCKS,
     PackCoding,
@@ -117,7 +117,7 @@ class Manifest:
         parts += [TOMBSTONE.pack(tombstone.stamp, tombstone.key) for tombstone in self.tombstones]
         body = b"".join(parts)
         counts = len(self.packs), len(self.tombstones)
-        check = _check(HEAD.pack(magic, 0, *counts, 0, self.block_bytes) + body)
+        check = checksum(HEAD.pack(magic, 0, *counts, 0, self.block_bytes) + body)
         return HEAD.pack(magic, check, *counts, 0, self.block_bytes) + body
 
     @classmethod
@@ -132,7 +132,7 @@ class Manifest:
     def _read(cls, content: bytes) -> Manifest | None:
         magic, check, num_packs, num_tombstones, zeros, block_bytes = HEAD.unpack_from(content)
         above = HEAD.pack(magic, 0, num_packs, num_tombstones, zeros, block_bytes)
-        if magic not in (MAGIC, CODED_MAGIC) or _check(above + content[HEAD.size :]) != check:
+        if magic not in (MAGIC, CODED_MAGIC) or checksum(above + content[HEAD.size :]) != check:
             return None
         packs, at = [], HEAD.size
         for _ in range(num_packs):
@@ -184,7 +184,3 @@ def is_pack(pack: Pack, block_bytes: int) -> bool:
 def manifest_path(writer: str, number: int) -> str:
     """Return the path of a manifest below the prefix."""
     return f"manifests/{writer}/{number:08d}"
-
-
-def _check(content: bytes) -> int:
-    return int(crc32c_rows(np.frombuffer(content, np.uint8).reshape(1, -1))[0])

@@ -30,11 +30,10 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtier.core.hot import crc32c_rows
 from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW
 from kvtier.tiers.codecs.frame import MAX_OVERHEAD
-from kvtier.tiers.crc_join import copied_crcs
+from kvtier.tiers.crc_join import checksum, copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import (
     HEADER_BYTES,
@@ -163,7 +162,7 @@ class PackShape:
         header[:] = 0
         header[HEAD.size : HEAD.size + entries.nbytes] = entries.view(np.uint8)
         self._fill(header, magic, len(envelopes), 0)
-        self._fill(header, magic, len(envelopes), _check(header))
+        self._fill(header, magic, len(envelopes), checksum(header))
 
     def _fill(self, header: Uint8s, magic: bytes, num_blocks: int, check: int) -> None:
         head = HEAD.pack(magic, num_blocks, check, self.block_bytes)
@@ -198,7 +197,7 @@ class PackShape:
             return None
         copied = header.copy()
         self._fill(copied, magic, num_blocks, 0)
-        if _check(copied) != check:
+        if checksum(copied) != check:
             return None
         return np.frombuffer(header.tobytes(), ENTRY, num_blocks, HEAD.size)
 
@@ -276,7 +275,3 @@ def pack_path(name: PackName) -> str:
 
 def _digest(content: bytes) -> bytes:
     return blake3(content).digest(DIGEST_BYTES)
-
-
-def _check(header: Uint8s) -> int:
-    return int(crc32c_rows(header.reshape(1, -1))[0])

@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.core.errors import CacheError, ConfigError
 from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.frame import HEAD_BYTES, FrameHead
-from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, frame_bytes, size_behind
+from kvtier.tiers.remote.envelope import CODED_MAGIC, HEADER_BYTES, KEY_BYTES, size_behind
 from kvtier.tiers.remote.keeper import Entry, EntryBlocks, StoreKeeper
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.valkey.connection_pool import (
@@ -160,7 +160,7 @@ def _blocks_of(entry: Entry, start: bytes) -> EntryBlocks | None:
     size = size_behind(header, key)
     if size is None or HEADER_BYTES + size != entry.num_bytes:
         return None
-    if frame_bytes(header, key) is None:
+    if not header.startswith(CODED_MAGIC):
         return EntryBlocks(size, [key])
     head = FrameHead.read(np.frombuffer(start[HEADER_BYTES:], np.uint8))
     return None if head is None else EntryBlocks(head.plain_bytes, [key])

@@ -1,36 +1,28 @@
 """``storage="valkey://host"``: blocks as values in a Valkey or Redis server.
 
 A look-up fetches the headers of all blocks in one round trip. Values are transferred directly
-between the server's socket and the memory of the blocks. Only blocks that are damaged or dropped
-permanently are deleted; the server evicts by its ``maxmemory-policy``.
+between the server's socket and the memory of the blocks. The server evicts by its
+``maxmemory-policy``.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Final
 
 import numpy as np
 
-from kvtier.core.errors import TierError
-from kvtier.core.types import BlockKey, BlockName
+from kvtier.core.types import BlockKey
 from kvtier.devices.base import Finding
-from kvtier.tiers.codecs.codec import Uint8s
-from kvtier.tiers.codecs.opening import make_coder
 from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope, as_keys
+from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, as_keys
+from kvtier.tiers.remote.errors import Unreachable
 from kvtier.tiers.remote.location import Location, StorePlugin
-from kvtier.tiers.remote.valkey.connection_pool import (
-    CONNECT_S,
-    ConnectionPool,
-    ValkeyOptions,
-    reason_of,
-)
+from kvtier.tiers.remote.store_tier import ABSENT, DAMAGED, FAILED, THERE, StoreTier
+from kvtier.tiers.remote.valkey.connection_pool import ConnectionPool, ValkeyOptions, reason_of
 from kvtier.tiers.remote.valkey.resp import Part, ReplyError, RespConnection, command
-from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
+from kvtier.tiers.storage import Outcome, StorageSite
 
 WINDOW_BYTES: Final = 16 << 20
 """Bytes of requested values not yet received; the server holds them in memory meanwhile."""
@@ -39,41 +31,20 @@ VERIFIED_BYTES: Final = 4 << 20
 ASKED_KEYS: Final = 1024
 """Keys per request of a look-up."""
 
-THERE, ABSENT, DAMAGED, FAILED = Outcome
 
+class ValkeyTier(StoreTier):
+    """Blocks as values in a server.
 
-class ValkeyTier(StorageTier):
-    """Blocks in a server that processes share: a block is the same whichever process wrote it.
-
-    A server that cannot be reached is tried again by the next call. Raises ``ConfigError`` for one
-    that refuses the credentials, does not return what it was given, or belongs to a cluster.
+    Raises ``ConfigError`` for a server that refuses the credentials, does not return what it was
+    given, or belongs to a cluster.
     """
 
     def __init__(self, site: StorageSite, location: Location, options: ValkeyOptions) -> None:
-        self.name = site.name
-        self.bytes_per_block = site.group.bytes_per_block
-        self.facts = StorageFacts(
-            evicts=True,
-            is_shared=True,
-            request_s=options.request_s,
-            num_readers=options.readers,
-            num_writers=options.writers,
-        )
         self._lines = ConnectionPool(location, options)
-        self._num_blocks = site.capacity_bytes // self.bytes_per_block
-        self._location = location
+        super().__init__(site, location, options)
         self._prefix = options.prefix.encode()
         self._age = [b"PX", b"%d" % (1000 * options.max_age_s)] if options.max_age_s else []
-        coder = make_coder(site.coding, site.group)
-        self._envelope = Envelope(self.bytes_per_block, options.secret(), coder)
         self._state = self._lines.test(self._prefix)
-
-    def __repr__(self) -> str:
-        return f"ValkeyTier({self._location})"
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
 
     @property
     def last_error(self) -> str:
@@ -81,7 +52,7 @@ class ValkeyTier(StorageTier):
 
     # -- blocks ------------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
+    def _find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
         outcomes = [FAILED] * len(keys)
 
         def look(line: RespConnection) -> None:
@@ -90,8 +61,7 @@ class ValkeyTier(StorageTier):
                 line.send([self._wants_headers(some)])
                 are_there = self._envelope.are_of(line.values(len(some)), some)
                 outcomes[start : start + len(some)] = [
-                    THERE if is_there and not self._envelope.is_others(key) else ABSENT
-                    for key, is_there in zip(some, are_there, strict=True)
+                    THERE if is_there else ABSENT for is_there in are_there
                 ]
 
         self._lines.use(look, timeout_s)
@@ -104,19 +74,19 @@ class ValkeyTier(StorageTier):
         start, end = one.split(blank)
         return start + (end + start).join(keys) + end
 
-    def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
-        outcomes, coder = [FAILED] * len(keys), self._envelope.coder
+    def _read(
+        self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float
+    ) -> tuple[list[Outcome], int]:
+        outcomes, num_read, envelope = [FAILED] * len(keys), 0, self._envelope
         headers = np.empty((len(keys), HEADER_BYTES), np.uint8)
         values = blocks.behind(headers)
         ahead = max(1, WINDOW_BYTES // self.bytes_per_block // 2)
         at_a_time = max(1, VERIFIED_BYTES // self.bytes_per_block)
         arrived: dict[int, int] = {}  # checksum by position
-        began, choice, counts = time.monotonic(), coder.choice, coder.counts
-        num_stored, decoded_s = 0, counts.decode_s
-        frame = np.empty(HEADER_BYTES + coder.most_bytes, np.uint8)
+        frame = np.empty(HEADER_BYTES + envelope.coder.most_bytes, np.uint8)
 
         def read(line: RespConnection) -> None:
-            nonlocal num_stored
+            nonlocal num_read
             num_asked = 0
             for start in range(0, len(keys), at_a_time):
                 while num_asked < len(keys) and num_asked - start < ahead:
@@ -127,13 +97,15 @@ class ValkeyTier(StorageTier):
                 places = values.pick(slice(start, end))
                 came = line.values_into(places, 1, num_asked - end, frame.data)
                 for at, (num_bytes, crc) in enumerate(came, start):
-                    num_stored += num_bytes or 0
+                    num_read += num_bytes or 0
                     if num_bytes == values.block_bytes:
                         arrived[at] = crc
                     elif num_bytes is None:
                         outcomes[at] = ABSENT
                     else:
-                        outcomes[at] = self._decode(keys[at], frame[:num_bytes], blocks.pick([at]))
+                        value, block = frame[:num_bytes], blocks.pick([at])
+                        header, stored = value[:HEADER_BYTES].tobytes(), value[HEADER_BYTES:]
+                        outcomes[at] = envelope.decode(header, keys[at], stored, block)
                 verify()
 
         def verify() -> None:
@@ -141,59 +113,32 @@ class ValkeyTier(StorageTier):
                 return
             some, there = as_keys([keys[at] for at in arrived]), blocks.pick([*arrived])
             crcs = np.array([*arrived.values()], np.uint32)
-            are_right = self._envelope.are_blocks(headers[[*arrived]], some, there, crcs)
-            wrong = ABSENT if coder.is_encrypting else DAMAGED  # it may be of use to others
+            are_right = envelope.are_blocks(headers[[*arrived]], some, there, crcs)
+            # With keys, a plain block is of use to others.
+            wrong = ABSENT if envelope.coder.is_encrypting else DAMAGED
             for at, is_right in zip(arrived, are_right.tolist(), strict=True):
                 outcomes[at] = THERE if is_right else wrong
             arrived.clear()
 
         self._lines.use(read, timeout_s)
         verify()
-        took_s = time.monotonic() - began - (counts.decode_s - decoded_s)
-        choice.note_transfer(num_stored, took_s)
-        self._forget(
-            [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is DAMAGED]
-        )
-        return outcomes
+        return outcomes, num_read
 
-    def _decode(self, key: BlockKey, value: Uint8s, block: Pieces) -> Outcome:
-        """Decode a value of another length than a block's into the memory of its block."""
-        header, frame = value[:HEADER_BYTES].tobytes(), value[HEADER_BYTES:]
-        return self._envelope.open(header, key, frame, block)
-
-    def _forget(self, damaged: Sequence[BlockKey]) -> None:
-        """Delete damaged blocks, so that intact ones can be written."""
-        if damaged := [key for key in damaged if not self._envelope.is_others(key)]:
-            self._lines.use(partial(self._unlink, damaged), CONNECT_S)
-
-    def _unlink(self, keys: Sequence[BlockKey], line: RespConnection) -> None:
-        line.send([command(b"UNLINK", *(self._prefix + key for key in keys))])
-        line.reply()
-
-    def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
-        ends_at = time.monotonic() + timeout_s
-        outcomes = self.find([name.key for name in names], timeout_s)
-        new = [
-            at
-            for at, outcome in enumerate(outcomes)
-            if outcome is ABSENT and not self._envelope.is_others(names[at].key)
-        ]
-        outcomes = [THERE if outcome is THERE else FAILED for outcome in outcomes]
-        if not new:
-            return outcomes
+    def _write(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        outcomes = [FAILED] * len(keys)
         window = max(1, WINDOW_BYTES // self.bytes_per_block)
 
         def write(line: RespConnection) -> None:
-            for start in range(0, len(new), window):
-                some = new[start : start + window]
-                self._write(line, [names[at].key for at in some], blocks.pick(some))
-                for at in some:
+            for start in range(0, len(keys), window):
+                some = keys[start : start + window]
+                self._send(line, some, blocks.pick(slice(start, start + window)))
+                for at in range(start, start + len(some)):
                     outcomes[at] = self._was_put(line)
 
-        self._lines.use(write, ends_at - time.monotonic())
+        self._lines.use(write, timeout_s)
         return outcomes
 
-    def _write(self, line: RespConnection, keys: Sequence[BlockKey], blocks: Pieces) -> None:
+    def _send(self, line: RespConnection, keys: Sequence[BlockKey], blocks: Pieces) -> None:
         if not self._envelope.coder.changes_blocks:
             headers = self._envelope.headers(keys, blocks, block_crcs(blocks))
             for at, header in enumerate(headers):
@@ -226,11 +171,13 @@ class ValkeyTier(StorageTier):
             self._lines.last_error = reason_of(error)
             return FAILED
 
-    def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        if not keys or not for_good:
-            return  # other processes may still use it, and the server evicts by itself
-        if error := self._lines.use(partial(self._unlink, keys), CONNECT_S):
-            raise TierError(self.name, "drop", reason_of(error)) from None
+    def _remove(self, keys: Sequence[BlockKey], timeout_s: float) -> None:
+        def unlink(line: RespConnection) -> None:
+            line.send([command(b"UNLINK", *(self._prefix + key for key in keys))])
+            line.reply()
+
+        if error := self._lines.use(unlink, timeout_s):
+            raise Unreachable(reason_of(error))
 
     # -- upkeep ------------------------------------------------------------------------------------
 
