@@ -9,8 +9,9 @@ from kvtier.core.config import DEFAULT_CODING, CodingConfig
 from kvtier.layout import KVGroup
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import StorageSite, StorageTier
+from kvtier.tiers.remote.location import read_location
 from kvtier.tiers.remote.s3.objects import Objects
-from kvtier.tiers.remote.s3.opening import make_s3
+from kvtier.tiers.remote.s3.opening import S3Options, make_s3
 from kvtier.tiers.remote.s3.tier import S3Tier
 from tests.kit.servers import BUCKET
 
@@ -74,7 +75,9 @@ class Bucket:
 
     def objects(self) -> Objects:
         """Return a client of this prefix, as a tier makes it."""
-        return Objects(BUCKET, self.prefix, self.url, "us-east-1")
+        return Objects(
+            read_location("s3", f"//{BUCKET}/{self.prefix}"), S3Options(endpoint=self.url)
+        )
 
     def paths(self, below: str = "") -> list[str]:
         """Return the paths of all objects."""

@@ -12,7 +12,7 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-from kvtier.core.errors import ConfigError, install_command
+from kvtier.core.errors import ConfigError
 from kvtier.tiers.remote.keeper import Entry, StoreKeeper
 from kvtier.tiers.remote.location import read_location, read_options
 from kvtier.tiers.remote.s3.opening import S3Options, check_location
@@ -71,14 +71,8 @@ def make_keeper(url: str) -> StoreKeeper:
         location = read_location("s3", rest)
         options = read_options(S3Options, location)
         check_location(location, options)
-        try:
-            from kvtier.tiers.remote.s3.keeper import S3Keeper
-        except ImportError as error:
-            if error.name != "obstore":
-                raise
-            raise ConfigError(
-                f"s3: needs the package obstore; install it: {install_command('s3')}"
-            ) from error
+        from kvtier.tiers.remote.s3.keeper import S3Keeper  # needs the client
+
         return S3Keeper(location, options)
     shown = repr(scheme) if re.fullmatch(r"[\w.-]+", scheme) and rest else "this"
     raise ConfigError(

@@ -117,12 +117,12 @@ class StoreTier(StorageTier):
             if outcome is DAMAGED and not self._is_others(key)
         ]
         if damaged:
+            logger.warning("wrong bytes store=%s num_blocks=%d", self._location, len(damaged))
             self._forget(damaged)
         return outcomes
 
     def _forget(self, damaged: Sequence[BlockKey]) -> None:
         """Remove damaged blocks from the store, so that intact ones can be written."""
-        logger.warning("wrong bytes store=%s num_blocks=%d", self._location, len(damaged))
         with suppress(Exception):  # it is damaged for the next reader, too
             self._remove(damaged, REMOVE_S)
 

@@ -13,9 +13,8 @@ from kvtier.tiers.remote.keeper import Entry, EntryBlocks, StoreKeeper
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.s3.manifests import MAX_BYTES, Manifest
 from kvtier.tiers.remote.s3.objects import Listed, Missing, Objects, Taken
-from kvtier.tiers.remote.s3.opening import S3Options, endpoint_of
+from kvtier.tiers.remote.s3.opening import S3Options
 from kvtier.tiers.remote.s3.packs import MAX_BLOCKS, PackShape, contents_of, pack_path
-from kvtier.tiers.remote.s3.self_test import self_test
 from kvtier.tiers.remote.s3.upkeep import refusal
 
 Item = TypeVar("Item")
@@ -40,25 +39,13 @@ class S3Keeper(StoreKeeper):
     def __init__(self, location: Location, options: S3Options) -> None:
         self.where = str(location)
         self._bucket = location.host
-        try:
-            self._objects = Objects(
-                location.host,
-                location.path,
-                endpoint_of(options),
-                options.region,
-                options.sign_payload,
-            )
-        except Exception as error:
-            raise ConfigError(
-                f"{self.where}: the client refuses its settings ({type(error).__name__}); see the "
-                "environment's AWS_ variables"
-            ) from None
+        self._objects = Objects(location, options)
         # Listed before the packs, so that all packs of these manifests are in the later list.
         self._manifests: list[Listed] = []
         self._packs: set[str] = set()
 
     def test(self) -> str:
-        request_s = self._asked(self_test(self._objects))
+        request_s = self._asked(self._objects.self_test())
         return f"answers, in {1000 * request_s:.1f} ms a request"
 
     def entries(self) -> list[Entry]:

@@ -15,7 +15,7 @@ from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW
 from kvtier.tiers.remote.s3.catalogue import Catalogue
 from kvtier.tiers.remote.s3.manifests import MAX_BYTES, Manifest, Pack, Tombstone, manifest_path
-from kvtier.tiers.remote.s3.objects import Missing, Objects, Taken
+from kvtier.tiers.remote.s3.objects import Listed, Missing, Objects, Taken
 from kvtier.tiers.remote.s3.packs import PackCoding, PackName
 from kvtier.tiers.storage import Keys
 
@@ -178,21 +178,21 @@ class ManifestSync:
         Raises what ``Objects`` raises; manifests read before the error count.
         """
         before = set(self._read)
-        listed = await self._objects.names("manifests")
-        there = {path for path, _ in listed}
+        listed = await self._objects.listed("manifests")
+        there = {each.path for each in listed}
         self._read -= before - there  # they are gone
         self._too_early = {path: at for path, at in self._too_early.items() if path in there}
         few = asyncio.Semaphore(NUM_READS)
 
-        async def read(path: str, size: int) -> None:
+        async def read(listed: Listed) -> None:
             async with few:
-                await self._read_one(path, size)
+                await self._read_one(listed.path, listed.num_bytes)
 
         now = self._now_ns()
         reads = [
-            read(path, size)
-            for path, size in listed
-            if path not in self._read and self._too_early.get(path, 0) <= now
+            read(each)
+            for each in listed
+            if each.path not in self._read and self._too_early.get(each.path, 0) <= now
         ]
         for outcome in await asyncio.gather(*reads, return_exceptions=True):
             if isinstance(outcome, BaseException):

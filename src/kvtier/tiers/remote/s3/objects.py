@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import urlsplit
 
-import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
-from obstore.store import S3Store
+from kvtier.core.errors import ConfigError, install_command
+
+try:
+    import obstore
+    from obstore.exceptions import (
+        AlreadyExistsError,
+        BaseError,
+        PermissionDeniedError,
+        PreconditionError,
+        UnauthenticatedError,
+    )
+    from obstore.store import S3Store
+except ImportError as error:
+    if error.name != "obstore":
+        raise
+    raise ConfigError(
+        f"storage: s3: needs the package obstore; install it: {install_command('s3')}"
+    ) from error
 
 from kvtier.core.system.hosts import is_local
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
+from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.s3.manifests import MAX_BYTES
+from kvtier.tiers.remote.s3.opening import S3Options, endpoint_of
 
 if TYPE_CHECKING:
     from obstore import ListStream, ObjectMeta
@@ -39,6 +51,9 @@ MAX_LISTED: Final = 1 << 24
 """Limit of the entries of one list."""
 NUM_RETRIES: Final = 2
 RETRY_S: Final = 5.0
+PROBE_PATH: Final = "self-test/probe"
+"""Object of the self-test, shared by all processes; its content never changes."""
+PROBE: Final = bytes(range(64))
 WRONG_SETTINGS: Final = frozenset(
     {
         "AccessDenied",
@@ -91,55 +106,28 @@ class Objects:
     Credentials come from the environment or the machine's role. Requests are signed unless
     ``AWS_SKIP_SIGNATURE`` is set.
 
-    sign_payload: whether bodies are signed, too. Blocks do not need that: they have checksums and
-    optional tags of their own.
+    Raises ``ConfigError`` for settings that the client refuses.
     """
 
-    def __init__(
-        self,
-        bucket: str,
-        prefix: str,
-        endpoint: str = "",
-        region: str = "",
-        sign_payload: bool = False,
-    ) -> None:
-        # Under both names: the second one takes precedence over the environment.
-        names = ("endpoint", "aws_endpoint_url_s3") if endpoint else ()
-        where = dict.fromkeys(names, endpoint)
-        where |= {"region": region} if region else {}
-        host = urlsplit(endpoint).hostname or ""
-        # Without a proxy of its own the client uses that of the environment, which can't reach a
-        # server on this machine. This one is used for no request.
-        no_proxy: ClientConfig = {"proxy_url": endpoint, "proxy_excludes": host}
-        self._store = S3Store(
-            bucket,
-            prefix=prefix or None,
-            unsigned_payload=not sign_payload,
-            client_options={
-                "allow_http": endpoint.startswith("http://"),
-                "connect_timeout": timedelta(seconds=CONNECT_S),
-                "timeout": timedelta(seconds=REQUEST_S),
-                **(no_proxy if is_local(host) else {}),
-            },
-            retry_config={
-                "max_retries": NUM_RETRIES,
-                "retry_timeout": timedelta(seconds=RETRY_S),
-                "backoff": {"init_backoff": timedelta(milliseconds=50)},
-            },
-            **where,  # type: ignore[arg-type]
-        )
+    def __init__(self, location: Location, options: S3Options) -> None:
+        try:
+            self._store = _open_store(location, options)
+        except Exception as error:
+            raise ConfigError(
+                f"storage: {location}: the client refuses its settings ({type(error).__name__}); "
+                "see the environment's AWS_ variables"
+            ) from None
 
-    async def put(self, path: str, content: object, create: bool = False) -> str:
-        """Write an object and return its version. create: raise ``Taken`` if it exists."""
-        mode = "create" if create else "overwrite"
+    async def put(self, path: str, content: object, create: bool = False) -> None:
+        """Write an object. create: raise ``Taken`` if it exists."""
         put = obstore.put_async(
             self._store,
             path,
             content,  # type: ignore[arg-type]
-            mode=mode,  # type: ignore[arg-type]
+            mode="create" if create else "overwrite",
             use_multipart=False,
         )
-        return (await _asked(put))["e_tag"] or ""
+        await _asked(put)
 
     async def get(self, path: str) -> bytes:
         """Return a whole, small object."""
@@ -148,21 +136,11 @@ class Objects:
             raise Refused("it is too large")
         return bytes(await _asked(found.bytes_async()))
 
-    async def part(self, path: str, start: int, end: int, version: str = "") -> memoryview:
-        """Return a range of bytes of an object, cut at its end. version: only of this version."""
-        if version:
-            options = obstore.get_async(
-                self._store, path, options={"range": (start, end), "if_match": version}
-            )
-            found = await _asked(options)
-            return memoryview(await _asked(found.bytes_async()))
+    async def part(self, path: str, start: int, end: int) -> memoryview:
+        """Return a range of bytes of an object, cut at its end."""
         return memoryview(
             await _asked(obstore.get_range_async(self._store, path, start=start, end=end))
         )
-
-    async def names(self, path: str) -> list[tuple[str, int]]:
-        """Return path and size of each object below ``path``."""
-        return [(each.path, each.num_bytes) for each in await self.listed(path)]
 
     async def listed(self, path: str) -> list[Listed]:
         """Return the objects below ``path``; a list that does not end is ``Unreachable``."""
@@ -172,14 +150,66 @@ class Objects:
             for each in await _asked(_whole(pages))
         ]
 
-    async def version(self, path: str) -> str:
-        """Return the version of an object."""
-        return (await _asked(obstore.head_async(self._store, path)))["e_tag"] or ""
-
     async def delete(self, paths: Sequence[str]) -> None:
         """Delete objects; missing ones are ignored."""
         if paths:
             await _asked(obstore.delete_async(self._store, list(paths)))
+
+    async def self_test(self) -> float:
+        """Test that the store behaves as packs and manifests require.
+
+        Lists first, so that a missing bucket is reported by its name.
+
+        Returns the seconds of one request. Raises ``Unsound`` if the store cannot be relied on.
+        """
+        await self.listed("self-test")
+        await self._create_probe()
+        if await self._create_probe():
+            raise Unsound(
+                "it writes over an object that was only to be created: it ignores If-None-Match"
+            )
+        for _ in range(2):  # the second one has a connection
+            began = time.monotonic()
+            if await self.part(PROBE_PATH, 8, 24) != PROBE[8:24]:
+                raise Unsound("it answers a request for a part of an object with something else")
+        return time.monotonic() - began
+
+    async def _create_probe(self) -> bool:
+        """Create the probe. Return whether it was created now."""
+        try:
+            await self.put(PROBE_PATH, PROBE, create=True)
+        except Taken:
+            return False
+        return True
+
+
+def _open_store(location: Location, options: S3Options) -> S3Store:
+    endpoint = endpoint_of(options)
+    # Under both names: the second one takes precedence over the environment.
+    where = dict.fromkeys(("endpoint", "aws_endpoint_url_s3"), endpoint) if endpoint else {}
+    where |= {"region": options.region} if options.region else {}
+    host = urlsplit(endpoint).hostname or ""
+    # Without a proxy of its own the client uses that of the environment, which can't reach a
+    # server on this machine. This one is used for no request.
+    no_proxy: ClientConfig = {"proxy_url": endpoint, "proxy_excludes": host}
+    return S3Store(
+        location.host,
+        prefix=location.path or None,
+        # Blocks need no signature: they have checksums and optional tags of their own.
+        unsigned_payload=not options.sign_payload,
+        client_options={
+            "allow_http": endpoint.startswith("http://"),
+            "connect_timeout": timedelta(seconds=CONNECT_S),
+            "timeout": timedelta(seconds=REQUEST_S),
+            **(no_proxy if is_local(host) else {}),
+        },
+        retry_config={
+            "max_retries": NUM_RETRIES,
+            "retry_timeout": timedelta(seconds=RETRY_S),
+            "backoff": {"init_backoff": timedelta(milliseconds=50)},
+        },
+        **where,  # type: ignore[arg-type]
+    )
 
 
 async def _whole(pages: ListStream[Sequence[ObjectMeta]]) -> list[ObjectMeta]:

@@ -6,11 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier.core.errors import ConfigError, install_command
-from kvtier.tiers.codecs import make_coder
-from kvtier.tiers.remote.envelope import Envelope
+from kvtier.core.errors import ConfigError
 from kvtier.tiers.remote.location import Location, StoreOptions, StorePlugin
-from kvtier.tiers.remote.s3.packs import PACK_BYTES, PackShape
+from kvtier.tiers.remote.s3.packs import PACK_BYTES
 from kvtier.tiers.storage import StorageSite, StorageTier
 
 ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -43,40 +41,14 @@ class S3Options(StoreOptions):
 
 
 def _make(site: StorageSite, location: Location, options: S3Options) -> StorageTier:
-    block_bytes = site.group.bytes_per_block
-    num_blocks = site.capacity_bytes // block_bytes
-    if not num_blocks:
+    if site.capacity_bytes < site.group.bytes_per_block:
         raise ConfigError(
             f"{site.name}: storage_capacity of {site.capacity_bytes} bytes is below one block "
-            f"({block_bytes} bytes); raise it"
+            f"({site.group.bytes_per_block} bytes); raise it"
         )
-    try:
-        from kvtier.tiers.remote.s3.tier import S3Settings, S3Tier
-    except ImportError as error:
-        if error.name != "obstore":
-            raise
-        raise ConfigError(
-            f"storage: s3: needs the package obstore; install it: {install_command('s3')}"
-        ) from error
-    settings = S3Settings(
-        where=str(location),
-        bucket=location.host,
-        prefix=location.path,
-        endpoint=endpoint_of(options),
-        region=options.region,
-        sign_payload=options.sign_payload,
-        poll_s=options.poll_s,
-        publish_s=options.publish_s,
-        max_age_s=options.max_age_s,
-        request_s=options.request_s,
-        num_readers=options.readers,
-        num_writers=options.writers,
-        num_requests=options.requests,
-    )
-    shape = PackShape(block_bytes, options.pack_bytes)
-    coder = make_coder(site.coding, site.group)
-    envelope = Envelope(block_bytes, options.secret(), coder)
-    return S3Tier(site.name, settings, shape, num_blocks, envelope)
+    from kvtier.tiers.remote.s3.tier import S3Tier  # needs the client
+
+    return S3Tier(site, location, options)
 
 
 def endpoint_of(options: S3Options) -> str:

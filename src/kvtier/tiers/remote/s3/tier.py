@@ -5,64 +5,36 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from kvtier.core.errors import ConfigError, TierError
-from kvtier.core.types import BlockKey, BlockName, keys_of
+from kvtier.core.errors import TierError
+from kvtier.core.types import BlockKey
 from kvtier.devices.base import Finding
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.envelope import Envelope, as_keys
+from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
+from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.requests import RequestLoop
 from kvtier.tiers.remote.s3.catalogue import Catalogue
 from kvtier.tiers.remote.s3.manifest_sync import ManifestSync
 from kvtier.tiers.remote.s3.objects import Missing, Objects
+from kvtier.tiers.remote.s3.opening import S3Options
 from kvtier.tiers.remote.s3.pack_reader import PackReader
-from kvtier.tiers.remote.s3.packs import (
-    PackCoding,
-    PackName,
-    PackShape,
-    pack_name,
-    pack_path,
-)
+from kvtier.tiers.remote.s3.packs import PackCoding, PackShape, pack_name, pack_path
 from kvtier.tiers.remote.s3.upkeep import IN_USE, Upkeep
-from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
+from kvtier.tiers.remote.store_tier import ABSENT, DAMAGED, FAILED, THERE, StoreTier
+from kvtier.tiers.storage import Outcome, StorageSite
 
 logger = logging.getLogger(__name__)
 
-DROP_S: Final = 1.0
 CLOSE_S: Final = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class S3Settings:
-    """Settings of the S3 tier.
-
-    where: the store, for messages.
-    num_requests: packs that a call moves concurrently.
-    The others are options, see ``S3Options``.
-    """
-
-    where: str
-    bucket: str
-    prefix: str
-    endpoint: str
-    region: str
-    sign_payload: bool
-    poll_s: float
-    publish_s: float
-    max_age_s: float
-    request_s: float
-    num_readers: int
-    num_writers: int
-    num_requests: int
-
-
-class S3Tier(StorageTier):
+class S3Tier(StoreTier):
     """Storage tier over a bucket; blocks are stored in packs.
 
     The location of each block is known locally, from this process's writes and the manifests of
@@ -71,61 +43,28 @@ class S3Tier(StorageTier):
     The calling threads copy: requests never access a caller's memory.
     """
 
-    def __init__(
-        self,
-        name: str,
-        settings: S3Settings,
-        shape: PackShape,
-        num_blocks: int,
-        envelope: Envelope,
-    ) -> None:
-        self.name = name
-        self.bytes_per_block = shape.block_bytes
-        self.settings = settings
-        self._shape = shape
-        self._num_blocks = num_blocks
-        self._envelope = envelope
-        self._catalogue = Catalogue(num_blocks)
-        try:
-            self._objects = Objects(
-                settings.bucket,
-                settings.prefix,
-                settings.endpoint,
-                settings.region,
-                settings.sign_payload,
-            )
-        except Exception as error:
-            raise ConfigError(
-                f"storage: {settings.where}: the client refuses its settings "
-                f"({type(error).__name__}); see the environment's AWS_ variables"
-            ) from None
-        max_age_ns = int(settings.max_age_s * 1e9)
+    def __init__(self, site: StorageSite, location: Location, options: S3Options) -> None:
+        super().__init__(site, location, options)
+        self._shape = PackShape(self.bytes_per_block, options.pack_bytes)
+        self._catalogue = Catalogue(self._num_blocks)
+        self._objects = Objects(location, options)
         self._exchange = ManifestSync(
             self._objects,
             self._catalogue,
-            shape.block_bytes,
-            max_age_ns,
-            can_read=envelope.coder.can_read,
+            self.bytes_per_block,
+            int(options.max_age_s * 1e9),
+            can_read=self._envelope.coder.can_read,
         )
-        self._reader = PackReader(self._objects, shape, envelope)
-        self._loop = RequestLoop(f"kvtier {name}", settings.num_requests)
-        self._upkeep = Upkeep(
-            settings.where, settings.bucket, self._objects, self._exchange, settings.poll_s
-        )
+        self._reader = PackReader(self._objects, self._shape, self._envelope)
+        self._loop = RequestLoop(f"kvtier {self.name}", options.requests)
+        self._upkeep = Upkeep(location, self._objects, self._exchange, options.poll_s)
         try:
-            self._upkeep.open(self._loop, settings.publish_s)
+            self._upkeep.open(self._loop, options.publish_s)
         except BaseException:
             self._loop.close(CLOSE_S)
             raise
-        self.facts = StorageFacts(
-            reaches=frozenset({"host", "cpu"}),
-            evicts=True,
-            is_shared=True,
-            finds_at_once=True,
-            request_s=max(settings.request_s, self._upkeep.request_s),
-            num_readers=settings.num_readers,
-            num_writers=settings.num_writers,
-        )
+        request_s = max(options.request_s, self._upkeep.request_s)
+        self.facts = replace(self.facts, finds_at_once=True, request_s=request_s)
 
     @property
     def last_error(self) -> str:
@@ -133,41 +72,33 @@ class S3Tier(StorageTier):
 
     # -- blocks ------------------------------------------------------------------------------------
 
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
+    def _find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
         del timeout_s
-        return [
-            Outcome.THERE if is_known else Outcome.ABSENT
-            for is_known in self._catalogue.have(keys, self._exchange.since)
-        ]
+        are_known = self._catalogue.have(keys, self._exchange.since)
+        return [THERE if is_known else ABSENT for is_known in are_known]
 
-    def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
-        end_s = time.monotonic() + timeout_s
-        keys = keys_of(names)
-        known = self._catalogue.have(keys, self._exchange.since)
-        outcomes = [Outcome.THERE if each else Outcome.FAILED for each in known]
-        new = [at for at, each in enumerate(known) if not each]
-        if not new or not self._upkeep.is_sound:
+    def _is_others(self, key: BlockKey) -> bool:
+        """Return False: a block of another secret lies in a pack, which is written anew."""
+        del key
+        return False
+
+    def _write(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        end_s, outcomes = time.monotonic() + timeout_s, [FAILED] * len(keys)
+        if not self._upkeep.is_sound:
             return outcomes
         num = self._shape.num_blocks
-        cuts = [new[at : at + num] for at in range(0, len(new), num)]
-        writes = [
-            partial(self._write, [keys[at] for at in numbers], blocks.pick(numbers))
-            for numbers in cuts
-        ]
+        parts = [slice(at, at + num) for at in range(0, len(keys), num)]
+        writes = [partial(self._write_pack, keys[part], blocks.pick(part)) for part in parts]
         for at, result in self._loop.each(writes, end_s):
             if isinstance(result, BaseException):
                 self._note_failure(result)
                 continue
-            self._exchange.add(as_keys([keys[each] for each in cuts[at]]), result)
-            for each in cuts[at]:
-                outcomes[each] = Outcome.THERE
+            written = keys[parts[at]]
+            self._exchange.add(as_keys(written), result)
+            outcomes[parts[at]] = [THERE] * len(written)
         return outcomes
 
-    def _write(
+    def _write_pack(
         self, keys: Sequence[BlockKey], blocks: Pieces
     ) -> Coroutine[Any, Any, PackCoding | None]:
         """Copy the blocks at once, on the caller's thread. Return the coroutine that writes."""
@@ -180,15 +111,15 @@ class S3Tier(StorageTier):
 
         return write()
 
-    def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
-        end_s = time.monotonic() + timeout_s
-        coder, num_read = self._envelope.coder, 0
-        began, decoded_s = time.monotonic(), coder.counts.decode_s
+    def _read(
+        self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float
+    ) -> tuple[list[Outcome], int]:
+        end_s, num_read = time.monotonic() + timeout_s, 0
         wanted = as_keys(keys)
         places = self._catalogue.places(wanted, self._exchange.since)
-        outcomes = np.full(len(keys), Outcome.ABSENT, object)
+        outcomes = np.full(len(keys), ABSENT, object)
         for place in places:
-            outcomes[place.numbers] = Outcome.FAILED
+            outcomes[place.numbers] = FAILED
         parts = self._reader.parts(places)
         reads: list[Callable[[], Coroutine[Any, Any, memoryview]]] = [
             partial(self._reader.read, *part) for part in parts
@@ -198,53 +129,42 @@ class S3Tier(StorageTier):
             if isinstance(result, Missing):
                 numbers = asked.place.numbers
                 self._catalogue.lose(keys[numbers[0]], asked.place.pack)
-                outcomes[numbers[outcomes[numbers] == Outcome.FAILED]] = Outcome.ABSENT
+                outcomes[numbers[outcomes[numbers] == FAILED]] = ABSENT
             elif isinstance(result, BaseException):
                 self._note_failure(result)
             else:
                 num_read += len(result)
                 there, damaged = self._reader.take(asked, part, result, wanted, blocks)
-                outcomes[there] = Outcome.THERE
-                outcomes[damaged] = Outcome.DAMAGED
-                self._forget(asked.place.pack, [keys[number] for number in damaged.tolist()])
+                outcomes[there] = THERE
+                outcomes[damaged] = DAMAGED
+                damaged_keys = [keys[number] for number in damaged.tolist()]
+                self._catalogue.forget(damaged_keys, asked.place.pack)
             del result  # so that the next response can use its memory
-        took_s = time.monotonic() - began - (coder.counts.decode_s - decoded_s)
-        coder.choice.note_transfer(num_read, took_s)
-        told: list[Outcome] = outcomes.tolist()
-        return told
+        return outcomes.tolist(), num_read
 
-    def _forget(self, pack: PackName, damaged: Sequence[BlockKey]) -> None:
-        if damaged:
-            logger.warning(
-                "wrong bytes store=%s pack=%s num_blocks=%d",
-                self.settings.where,
-                pack_path(pack),
-                len(damaged),
-            )
-            self._catalogue.forget(damaged, pack)
+    def _remove(self, keys: Sequence[BlockKey], timeout_s: float) -> None:
+        """Have all processes forget blocks, and delete empty packs.
+
+        Their deletion is in the background and may not happen.
+        """
+        empty = self._exchange.apply_tombstones(keys)
+        self._loop.run(self._exchange.publish, timeout_s)
+        if empty:
+            self._loop.begin(partial(self._objects.delete, [pack_path(each) for each in empty]))
+
+    def _forget(self, damaged: Sequence[BlockKey]) -> None:
+        """Do nothing more: ``_read`` has forgotten them. Other processes have other packs."""
 
     def _note_failure(self, error: BaseException) -> None:
-        logger.debug("a request failed store=%s reason=%r", self.settings.where, str(error))
+        logger.debug("a request failed store=%s reason=%r", self._location, str(error))
         if isinstance(error, Unreachable | Refused | Unsound):
             self._upkeep.note(str(error))
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        """Drop blocks. If permanent, other processes are notified and empty packs deleted.
-
-        Their deletion is in the background and may not happen.
-        """
+        """Drop blocks. If it is for good, other processes are notified."""
         if not for_good:
             self._catalogue.forget(keys)
-            return
-        if not keys:
-            return
-        empty = self._exchange.apply_tombstones(keys)
-        try:
-            self._loop.run(self._exchange.publish, DROP_S)
-        except Exception as error:
-            raise TierError(self.name, "drop", str(error) or "no answer") from None
-        if empty:
-            self._loop.begin(partial(self._objects.delete, [pack_path(each) for each in empty]))
+        super().drop(keys, for_good)
 
     # -- upkeep ------------------------------------------------------------------------------------
 
@@ -254,7 +174,7 @@ class S3Tier(StorageTier):
         note = f"{unread} manifests of other formats or sizes of blocks" if unread else ""
         request = f"{self._upkeep.request_s * 1e3:.1f} ms a request"
         return [
-            Finding(f"{self.name} tier", f"{self.settings.where}: {found}", note),
+            Finding(f"{self.name} tier", f"{self._location}: {found}", note),
             Finding(f"{self.name} store", self._upkeep.state, request),
         ]
 
@@ -285,7 +205,7 @@ class S3Tier(StorageTier):
             except Exception as error:
                 logger.warning(
                     "manifest not published store=%s num_packs=%d reason=%r",
-                    self.settings.where,
+                    self._location,
                     self._exchange.num_pending,
                     str(error) or "no answer",
                 )

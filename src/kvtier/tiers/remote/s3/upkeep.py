@@ -8,10 +8,10 @@ from typing import Final
 
 from kvtier.core.errors import ConfigError
 from kvtier.tiers.remote.errors import Refused, Unsound
+from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.requests import RequestLoop
 from kvtier.tiers.remote.s3.manifest_sync import ManifestSync
 from kvtier.tiers.remote.s3.objects import WRONG_REGION, Objects
-from kvtier.tiers.remote.s3.self_test import self_test
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +29,17 @@ RETRY_S: Final = 5.0
 class Upkeep:
     """Background work of one bucket.
 
-    where: the store, for messages.
     poll_s: interval of polls; 0 for only the first one.
     is_sound: whether the store has passed its self-test.
     request_s: seconds of a request during the self-test.
     """
 
     def __init__(
-        self, where: str, bucket: str, objects: Objects, exchange: ManifestSync, poll_s: float
+        self, location: Location, objects: Objects, exchange: ManifestSync, poll_s: float
     ) -> None:
         self.is_sound = False
         self.request_s = 0.0
-        self._where = where
-        self._bucket = bucket
+        self._location = location
         self._objects = objects
         self._exchange = exchange
         self._poll_s = poll_s
@@ -66,7 +64,7 @@ class Upkeep:
         except TimeoutError:
             self.note("no answer")
         if self._refusal:
-            raise ConfigError(f"storage: {self._where}: {self._refusal}")
+            raise ConfigError(f"storage: {self._location}: {self._refusal}")
         loop.begin(self._keep_looking)
         loop.begin(lambda: self._keep_publishing(publish_s))
 
@@ -82,7 +80,7 @@ class Upkeep:
             time_s = BACKGROUND_S if self.is_sound else FIRST_S
             async with self._looking, asyncio.timeout(time_s):
                 if not self.is_sound:
-                    self.request_s = await self_test(self._objects)
+                    self.request_s = await self._objects.self_test()
                     self.is_sound = True
                 await self._exchange.poll()
                 self._was_polled = True
@@ -91,8 +89,8 @@ class Upkeep:
             if self.is_sound:  # it worked before; credentials may become valid again
                 self.note(str(error))
             else:
-                self._refusal = refusal(error, self._bucket)
-                logger.error("not used store=%s reason=%r", self._where, self._refusal)
+                self._refusal = refusal(error, self._location.host)
+                logger.error("not used store=%s reason=%r", self._location, self._refusal)
         except TimeoutError:
             self.note("no answer")
         except Exception as error:
@@ -119,9 +117,9 @@ class Upkeep:
     def note(self, reason: str) -> None:
         """Record an error, "" for none. The beginning and the end of an error state are logged."""
         if reason and not self._trouble:
-            logger.warning("the store does not answer store=%s reason=%r", self._where, reason)
+            logger.warning("the store does not answer store=%s reason=%r", self._location, reason)
         elif self._trouble and not reason:
-            logger.info("the store is in use again store=%s", self._where)
+            logger.info("the store is in use again store=%s", self._location)
         self._trouble = reason
 
 
