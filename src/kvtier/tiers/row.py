@@ -115,7 +115,7 @@ def check_stores(locations: Sequence[str]) -> None:
     No store is reached, and no client of one is needed.
     """
     for location in locations:
-        _, plugin, rest = _read(location)
+        _, plugin, rest = split_storage(location)
         if isinstance(make := load_plugin("tiers", plugin), StorePlugin):
             make.read(rest)
 
@@ -163,7 +163,7 @@ def make_storage(
     Raises:
         ConfigError: the plug-in makes something other than a storage tier.
     """
-    name, plugin, rest = _read(location)
+    name, plugin, rest = split_storage(location)
     site = StorageSite(name, rest, group, capacity_bytes, memory, coding, tenant)
     make = load_plugin("tiers", plugin)
     tier = make(site) if plugin in CODE_THEMSELVES else open_coded(make, site)
@@ -190,15 +190,15 @@ def refuse_lossy(coding: CodingConfig, locations: Sequence[str]) -> None:
         )
 
 
-def _read(location: str) -> tuple[str, str, str]:
-    """Split "name=plug-in:place" into name, plug-in and place."""
+def split_storage(location: str) -> tuple[str, str, str]:
+    """Return name, plug-in and place of "name=plug-in:place"."""
     scheme, _, place = location.partition(":")
     name, _, plugin = scheme.rpartition("=")
     return name or plugin, plugin, place
 
 
 def _plugin(location: str) -> str:
-    return _read(location)[1]
+    return split_storage(location)[1]
 
 
 def storage_names(locations: Sequence[str], has_disk: bool) -> list[str]:
@@ -206,7 +206,7 @@ def storage_names(locations: Sequence[str], has_disk: bool) -> list[str]:
 
     Raises ``ConfigError`` if two names are the same.
     """
-    names = [DISK] * has_disk + [_read(location)[0] for location in locations]
+    names = [DISK] * has_disk + [split_storage(location)[0] for location in locations]
     _check_names(names)
     return names
 

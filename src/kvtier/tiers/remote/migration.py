@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, fields
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -20,13 +21,14 @@ from kvtier.core.config import DEFAULT_CODING, CodingConfig
 from kvtier.core.errors import CacheError, ConfigError
 from kvtier.core.types import BlockKey, BlockName
 from kvtier.layout import opaque
+from kvtier.tiers.codecs.codec import Uint8s
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.keeper import StoreKeeper
 from kvtier.tiers.remote.location import read_location, read_options
 from kvtier.tiers.remote.pruning import SCHEMES, make_keeper
 from kvtier.tiers.remote.s3.opening import S3Options, endpoint_of
 from kvtier.tiers.remote.valkey.connection_pool import PORT, ValkeyOptions
-from kvtier.tiers.row import STORES, make_storage
+from kvtier.tiers.row import STORES, make_storage, split_storage
 from kvtier.tiers.storage import Outcome, StorageTier
 from kvtier.tiers.wrappers.wrapper import StorageWrapper
 
@@ -70,6 +72,7 @@ class Migrated:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
+Call = Callable[[Sequence[BlockKey], Pieces, float], list[Outcome]]
 Note = Callable[[int, int], None]
 """Called with the blocks that are done, and all blocks."""
 
@@ -83,8 +86,8 @@ class StoreAccess:
 
     def open(self, name: str, block_bytes: int, capacity_bytes: int) -> StorageTier:
         """Open the store for blocks of one size. name: for messages."""
-        scheme, _, rest = self.url.partition(":")
-        location = f"{name}={scheme.rpartition('=')[2]}:{rest}"
+        _, scheme, rest = split_storage(self.url)
+        location = f"{name}={scheme}:{rest}"
         return make_storage(location, opaque(block_bytes), capacity_bytes, None, self.coding)
 
 
@@ -100,7 +103,7 @@ def migrate(source: StoreAccess, target: StoreAccess, note: Note, is_real: bool 
     try:
         keeper.test()
         where = keeper.where
-        can_be_same = _scheme(target.url) in (*SCHEMES, "s3")
+        can_be_same = split_storage(target.url)[1] in (*SCHEMES, "s3")
         batches = _with_mark(keeper, target) if is_real and can_be_same else _batches(keeper)
     finally:
         keeper.close()
@@ -124,7 +127,7 @@ def migrate(source: StoreAccess, target: StoreAccess, note: Note, is_real: bool 
 
 def check_places(source: str, target: str) -> None:
     """Raise ``ConfigError`` for a target that is no store, or is the source."""
-    scheme, rest = _scheme(target), target.partition(":")[2]
+    _, scheme, rest = split_storage(target)
     if scheme not in STORES:
         raise ConfigError(
             "TO is no store; give a URL that begins with " + "://, ".join(sorted(STORES)) + "://"
@@ -140,13 +143,9 @@ def _same_place(where: str) -> ConfigError:
     )
 
 
-def _scheme(url: str) -> str:
-    return url.partition(":")[0].rpartition("=")[2]  # "name=s3://bucket"
-
-
 def _place(url: str) -> tuple[object, ...]:
     """Return the place of a store's blocks, with defaults filled in."""
-    scheme, rest = _scheme(url), url.partition(":")[2]
+    _, scheme, rest = split_storage(url)
     location = read_location(SCHEMES.get(scheme, scheme), rest)
     if scheme in SCHEMES:
         prefix = read_options(ValkeyOptions, location).prefix
@@ -166,9 +165,7 @@ def _with_mark(keeper: StoreKeeper, target: StoreAccess) -> dict[int, list[list[
     mark, content = BlockKey(os.urandom(32)), np.zeros((1, MARK_BYTES), np.uint8)
     tier = target.open("to", MARK_BYTES, 2 * MARK_BYTES)
     try:
-        block = Pieces.whole(content.ctypes.data + np.zeros(1, np.uint64), MARK_BYTES)
-        name = BlockName(NAMESPACE, 0, mark)
-        _tried(tier, [mark], lambda _: tier.put([name], block, CALL_S))
+        _tried(tier, partial(_put, tier), [mark], content)
     finally:
         tier.close()
     try:
@@ -242,96 +239,63 @@ class Copier:
 
     def run(self, batches: Sequence[list[BlockKey]]) -> Iterator[Migrated]:
         """Copy all batches, and yield what became of each."""
-        left = iter(batches)
         with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
-            running: set[Future[Migrated]] = set()
-            try:
-                while True:
-                    while len(running) < NUM_AT_ONCE and (keys := next(left, None)) is not None:
-                        running.add(threads.submit(self._copy, keys))
-                    if not running:
-                        return
-                    ended, running = wait(running, return_when=FIRST_COMPLETED)
-                    for each in ended:
-                        yield each.result()
-            finally:
-                for future in running:
-                    future.cancel()
+            yield from threads.map(self._copy, batches)
 
     def _copy(self, keys: Sequence[BlockKey]) -> Migrated:
-        found = _tried(self._target, keys, lambda some: self._target.find(some, CALL_S))
+        source, target = self._source, self._target
+        read, again = (np.empty((len(keys), self._block_bytes), np.uint8) for _ in range(2))
+        found = _tried(target, lambda some, _, limit_s: target.find(some, limit_s), keys, read)
         new = [key for key, outcome in zip(keys, found, strict=True) if outcome is not THERE]
         done = Migrated(num_there=len(keys) - len(new))
-        if not new:
-            return done
         if not self._is_real:
-            return Migrated(len(new), len(new) * self._block_bytes, done.num_there)
-        read, places = self._memory(len(new))
-        outcomes = _tried(
-            self._source, new, lambda some: self._source.get(some, _at(places, new, some), CALL_S)
-        )
+            return replace(done, num_copied=len(new), num_bytes=len(new) * self._block_bytes)
+        outcomes = _tried(source, source.get, new, read)
         there = [at for at, outcome in enumerate(outcomes) if outcome is THERE]
         done.num_damaged = outcomes.count(DAMAGED)
         done.num_unreadable = outcomes.count(ABSENT)
-        if not there:
-            return done
-        keys, content, places = [new[at] for at in there], read[there], places.pick(there)
-        _tried(self._target, keys, lambda some: self._put(some, _at(places, keys, some)))
-        again, places = self._memory(len(keys))
-        outcomes = _tried(
-            self._target, keys, lambda some: self._target.get(some, _at(places, keys, some), CALL_S)
-        )
-        for at, outcome in enumerate(outcomes):
-            is_right = outcome is THERE and bool((again[at] == content[at]).all())
+        copied, content = [new[at] for at in there], read[there]
+        _tried(target, partial(_put, target), copied, content)
+        outcomes = _tried(target, target.get, copied, again)
+        for outcome, one, other in zip(outcomes, content, again, strict=False):
+            is_right = outcome is THERE and bool((one == other).all())
             done.num_copied += is_right
             done.num_bytes += is_right * self._block_bytes
             done.num_damaged += not is_right
         return done
-
-    def _put(self, keys: Sequence[BlockKey], blocks: Pieces) -> list[Outcome]:
-        names = [BlockName(NAMESPACE, 0, key) for key in keys]
-        return self._target.put(names, blocks, CALL_S)
-
-    def _memory(
-        self, num_blocks: int
-    ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], Pieces]:
-        """Return memory for blocks: uint8 [num_blocks, block_bytes], and where they are."""
-        rows = np.empty((num_blocks, self._block_bytes), np.uint8)
-        begins = rows.ctypes.data + self._block_bytes * np.arange(num_blocks, dtype=np.uint64)
-        return rows, Pieces.whole(begins, self._block_bytes)
 
     def close(self) -> None:
         self._source.close()
         self._target.close()
 
 
-def _at(places: Pieces, keys: Sequence[BlockKey], some: Sequence[BlockKey]) -> Pieces:
-    """Return the places of some of the keys."""
-    number = {key: at for at, key in enumerate(keys)}
-    return places.pick([number[key] for key in some])
-
-
-def _tried(
-    tier: StorageTier,
-    keys: Sequence[BlockKey],
-    call: Callable[[Sequence[BlockKey]], list[Outcome]],
+def _put(
+    tier: StorageTier, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float
 ) -> list[Outcome]:
-    """Return the outcomes of a call; it is repeated for keys that failed.
+    return tier.put([BlockName(NAMESPACE, 0, key) for key in keys], blocks, timeout_s)
+
+
+def _tried(tier: StorageTier, call: Call, keys: Sequence[BlockKey], rows: Uint8s) -> list[Outcome]:
+    """Return the outcomes of a call of ``tier``; it is repeated for keys that failed.
+
+    rows: uint8 [num_blocks, block_bytes], the memory of the first blocks is that of the keys.
 
     Raises ``CacheError`` if some fail still.
     """
-    outcomes = dict.fromkeys(keys, FAILED)
+    outcomes = [FAILED] * len(keys)
+    blocks = Pieces.whole(rows.ctypes.data + rows.shape[1] * np.arange(len(rows)), rows.shape[1])
     for _ in range(NUM_TRIES):
-        some = [key for key, outcome in outcomes.items() if outcome is FAILED]
-        if some:
-            outcomes.update(zip(some, call(some), strict=True))
-    if FAILED in outcomes.values():
+        left = [at for at, outcome in enumerate(outcomes) if outcome is FAILED]
+        found = call([keys[at] for at in left], blocks.pick(left), CALL_S) if left else []
+        for at, outcome in zip(left, found, strict=True):
+            outcomes[at] = outcome
+    if FAILED in outcomes:
         reason = tier.last_error or "no answer, or it is full"
         raise CacheError(
             f"{tier.name}: the store failed ({reason}); what was copied stays: start it again to "
             "copy the rest"
         )
-    return [*outcomes.values()]
+    return outcomes
 
 
 def _learn(tier: StorageTier) -> None:

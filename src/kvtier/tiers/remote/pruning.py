@@ -17,6 +17,7 @@ from kvtier.tiers.remote.keeper import Entry, StoreKeeper
 from kvtier.tiers.remote.location import read_location, read_options
 from kvtier.tiers.remote.s3.opening import S3Options, check_location
 from kvtier.tiers.remote.valkey.connection_pool import ValkeyOptions
+from kvtier.tiers.row import split_storage
 
 AT_ONCE: Final = 1000
 """Entries that are examined and removed at a time."""
@@ -60,8 +61,7 @@ class Pruned:
 
 def make_keeper(url: str) -> StoreKeeper:
     """Make the keeper of the store at a URL of ``--storage``. Raises ``ConfigError``."""
-    scheme, _, rest = url.partition(":")
-    scheme = scheme.rpartition("=")[2]  # "name=s3://bucket"
+    _, scheme, rest = split_storage(url)
     if scheme in SCHEMES:
         from kvtier.tiers.remote.valkey.keeper import ValkeyKeeper
 
