@@ -55,6 +55,7 @@ REASONS: Final = {errno.ETIMEDOUT: TOO_LATE, errno.ECONNRESET: CLOSED, errno.EPR
 NUMBER: Final = re.compile(rb"[+-]?[0-9]{1,19}")
 
 Part = bytes | memoryview
+Reply = bytes | int | list[object] | None
 
 
 class ReplyError(Exception):
@@ -91,7 +92,7 @@ class RespConnection:
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, ends_at: float) -> None:
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._first = self._end = 0  # unread part of the buffer
-        self._ends_at = ends_at
+        self._left_bytes, self._left_items = 0, 0  # of the current reply
         made = socket.create_connection((host, port), max(0.001, ends_at - time.monotonic()))
         try:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -158,7 +159,7 @@ class RespConnection:
 
     # -- replies -----------------------------------------------------------------------------------
 
-    def reply(self) -> bytes | int | list[object] | None:
+    def reply(self) -> Reply:
         """Return the next reply, whole.
 
         Its length, count and depth are checked before memory is allocated for it.
@@ -168,35 +169,43 @@ class RespConnection:
             RespError: the reply is larger than ``MAX_REPLY_BYTES`` or ``MAX_ITEMS``, deeper than
                 ``MAX_DEPTH``, or not RESP.
         """
-        return self._reply(_Budget())
+        self._left_bytes, self._left_items = MAX_REPLY_BYTES, MAX_ITEMS
+        return self._reply(0)
 
-    def _reply(self, budget: _Budget, depth: int = 0) -> bytes | int | list[object] | None:
+    def _reply(self, depth: int) -> Reply:
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"-":
             if depth:
                 raise RespError(NO_RESP)  # the rest would be taken for the next reply
             raise ReplyError(rest.decode(errors="replace"))
-        if kind == b"+":
-            budget.take_bytes(len(rest))
-            return rest
         if kind == b":":
             return _number(rest)
+        if kind == b"+":
+            self._take(len(rest), 0)
+            return rest
         if kind not in (b"$", b"*"):
             raise RespError(NO_RESP)
         length = _length(rest)
         if length is None:
             return None
         if kind == b"*":
+            self._take(0, length)
             if depth == MAX_DEPTH:
                 raise RespError(TOO_LARGE)
-            budget.take_items(length)
-            return [self._reply(budget, depth + 1) for _ in range(length)]
-        budget.take_bytes(length)
+            return [self._reply(depth + 1) for _ in range(length)]
+        self._take(length, 0)
         value = bytearray(length)
         self._read_into(memoryview(value))
         self._end_value()
         return bytes(value)
+
+    def _take(self, num_bytes: int, num_items: int) -> None:
+        """Raise ``RespError`` if so much more is too much for one reply."""
+        self._left_bytes -= num_bytes
+        self._left_items -= num_items
+        if self._left_bytes < 0 or self._left_items < 0:
+            raise RespError(TOO_LARGE)
 
     def values(self, num: int) -> list[bytes | None]:
         """Return the next ``num`` replies, which are short values; None for a missing key.
@@ -238,17 +247,8 @@ class RespConnection:
                 at = end + 2
             self._first += at
             if len(found) < num:
-                self._fill_up()
+                self._fill()
         return found
-
-    def _fill_up(self) -> None:
-        """Receive more bytes behind the unread ones."""
-        left = self._end - self._first
-        if left == len(self._buffer):
-            raise RespError(TOO_LARGE)
-        self._buffer[:left] = bytes(self._buffer[self._first : self._end])
-        self._first, self._end = 0, left
-        self._end += self._receive(self._buffer[left:], is_whole=False)
 
     def values_into(
         self, places: Pieces, num_heads: int, num_due: int, other: memoryview | None = None
@@ -307,9 +307,14 @@ class RespConnection:
     def _value_into(
         self, place: Pieces, num_heads: int, other: memoryview | None
     ) -> tuple[int | None, int]:
-        num_bytes, crc = self._value_bytes(), 0
-        if num_bytes is None:
-            return None, 0
+        line, crc = self._line(), 0
+        if line[:1] == b"-":
+            raise ReplyError(line[1:].decode(errors="replace"))
+        if line[:1] != b"$":
+            raise RespError(OTHER_KIND)
+        num_bytes = _length(line[1:])
+        if num_bytes is None or self._is_unread(num_bytes, place, other):
+            return num_bytes, crc
         if num_bytes == place.block_bytes:
             for view in place.views(0):
                 self._read_into(view)
@@ -317,8 +322,6 @@ class RespConnection:
             crc = int(block_crcs(place.part(num_head_bytes, num_bytes))[0])
         elif other is not None and num_bytes <= len(other):
             self._read_into(other[:num_bytes])
-        elif self._is_unread(num_bytes, place, other):
-            return num_bytes, crc
         else:
             self._skip(num_bytes)
         self._end_value()
@@ -327,19 +330,6 @@ class RespConnection:
     def _is_unread(self, num_bytes: int, places: Pieces, other: memoryview | None) -> bool:
         """Whether a value is too long to be skipped, so that its connection is closed."""
         return num_bytes > max(MAX_SKIPPED_BYTES, places.block_bytes, len(other or b""))
-
-    def _value_bytes(self) -> int | None:
-        """Return the length of the next value; None if it is missing.
-
-        The value has to be read by ``_read_into`` or ``_skip``, then ended by ``_end_value``.
-        Raises ``ReplyError`` like ``reply``.
-        """
-        line = self._line()
-        if line[:1] == b"-":
-            raise ReplyError(line[1:].decode(errors="replace"))
-        if line[:1] != b"$":
-            raise RespError(OTHER_KIND)
-        return _length(line[1:])
 
     def _read_into(self, view: memoryview) -> None:
         """Receive the next bytes until ``view`` is full."""
@@ -372,23 +362,24 @@ class RespConnection:
 
     def _line(self) -> bytes:
         """Return the next line without its end."""
-        line = b""
         while True:
-            if self._first == self._end:
-                self._fill()
-            there = bytes(self._buffer[self._first : self._end])
-            at = there.find(b"\n")
-            self._first += len(there) if at < 0 else at + 1
-            line += there if at < 0 else there[: at + 1]
-            if at >= 0:
-                if line[-2:-1] != b"\r":
-                    raise RespError(NO_RESP)
-                return line[:-2]
-            if len(line) > BUFFER_BYTES:
-                raise RespError(NO_RESP)
+            line, newline, _ = bytes(self._buffer[self._first : self._end]).partition(b"\n")
+            if newline:
+                break
+            self._fill()
+        self._first += len(line) + 1
+        if line[-1:] != b"\r":
+            raise RespError(NO_RESP)
+        return line[:-1]
 
     def _fill(self) -> None:
-        self._first, self._end = 0, self._receive(self._buffer, is_whole=False)
+        """Receive more bytes behind the unread ones."""
+        left = self._end - self._first
+        if left == len(self._buffer):
+            raise RespError(TOO_LARGE)
+        self._buffer[:left] = bytes(self._buffer[self._first : self._end])
+        self._first, self._end = 0, left
+        self._end += self._receive(self._buffer[left:], is_whole=False)
 
     def _receive(self, view: memoryview, is_whole: bool) -> int:
         """Receive at least one byte into ``view``; return the number."""
@@ -405,24 +396,6 @@ class RespConnection:
     def close(self) -> None:
         with suppress(OSError):
             self._socket.close()
-
-
-class _Budget:
-    """Limits of the rest of one reply."""
-
-    def __init__(self) -> None:
-        self._num_bytes = MAX_REPLY_BYTES
-        self._num_items = MAX_ITEMS
-
-    def take_bytes(self, num_bytes: int) -> None:
-        self._num_bytes -= num_bytes
-        if self._num_bytes < 0:
-            raise RespError(TOO_LARGE)
-
-    def take_items(self, num_items: int) -> None:
-        self._num_items -= num_items
-        if self._num_items < 0:
-            raise RespError(TOO_LARGE)
 
 
 def _number(text: bytes) -> int:
