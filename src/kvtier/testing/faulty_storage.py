@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
 from threading import Event, Lock
+from typing import Any, NoReturn
 
 from kvtier.core.types import BlockKey, BlockName
 from kvtier.tiers.pieces import Pieces
@@ -14,15 +14,8 @@ from kvtier.tiers.wrappers.wrapper import StorageWrapper
 
 CALLS = ("find", "put", "get", "drop")
 
-
-class _Fault(Enum):
-    FAIL = auto()
-    REFUSE = auto()
-    LOSE = auto()
-    HANG = auto()
-    FLIP = auto()
-    SHORTEN = auto()
-    CRASH = auto()
+Fault = Callable[..., list[Outcome]]
+"""Takes the place of a call, with its arguments."""
 
 
 class FaultyStorage(StorageWrapper):
@@ -40,7 +33,7 @@ class FaultyStorage(StorageWrapper):
         self._gates = {call: Event() for call in CALLS}
         self._hanging = Event()
         self._lock = Lock()
-        self._faults: dict[tuple[str, int], _Fault] = {}
+        self._faults: dict[tuple[str, int], Fault] = {}
         self.release()
 
     # -- control by tests --------------------------------------------------------------------------
@@ -58,35 +51,67 @@ class FaultyStorage(StorageWrapper):
 
     def fail(self, call: str, nth: int = 1) -> None:
         """Make the ``nth`` call from now raise ``OSError`` and do nothing."""
-        self._plan(call, nth, _Fault.FAIL)
+        self._plan(call, nth, lambda *_: self._raise(call))
 
     def refuse(self, call: str, nth: int = 1) -> None:
         """Make the ``nth`` call from now do nothing, and return ``FAILED`` for all blocks."""
-        self._plan(call, nth, _Fault.REFUSE)
+        self._plan(call, nth, lambda keys, *_: [Outcome.FAILED] * len(keys))
 
     def lose(self, call: str, nth: int = 1) -> None:
         """Make the ``nth`` call from now succeed, but return ``FAILED``."""
-        self._plan(call, nth, _Fault.LOSE)
+
+        def lose(keys: Sequence[object], *rest: Any) -> list[Outcome]:
+            getattr(self.inner, call)(keys, *rest)
+            return [Outcome.FAILED] * len(keys)
+
+        self._plan(call, nth, lose)
 
     def hang(self, call: str, nth: int = 1) -> None:
         """Make the ``nth`` call from now hang until ``release``, then return ``FAILED``."""
+
+        def hang(keys: Sequence[object], *_: Any) -> list[Outcome]:
+            self._hanging.wait()
+            return [Outcome.FAILED] * len(keys)
+
         self._hanging.clear()
-        self._plan(call, nth, _Fault.HANG)
+        self._plan(call, nth, hang)
 
     def flip(self, nth: int = 1) -> None:
         """Make the ``nth`` get from now read a wrong byte in its first block, and detect it."""
-        self._plan("get", nth, _Fault.FLIP)
+
+        def flip(keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+            outcomes = self.inner.get(keys, blocks, timeout_s)
+            ctypes.c_uint8.from_address(int(blocks.addresses[0, 0])).value ^= 0x01
+            self.inner.drop(keys[:1], for_good=True)
+            return [Outcome.DAMAGED, *outcomes[1:]]
+
+        self._plan("get", nth, flip)
 
     def shorten(self, nth: int = 1) -> None:
         """Make the ``nth`` get from now read half of its last block, and garbage after that."""
-        self._plan("get", nth, _Fault.SHORTEN)
+
+        def shorten(keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+            outcomes = self.inner.get(keys, blocks, timeout_s)
+            num_bytes = self.bytes_per_block
+            half = blocks.pick(slice(-1, None)).part(num_bytes // 2, num_bytes)
+            half.write(0, b"\xee" * half.block_bytes)
+            return [*outcomes[:-1], Outcome.FAILED]
+
+        self._plan("get", nth, shorten)
 
     def crash(self, nth: int = 1) -> None:
         """Make the ``nth`` put from now write half of its blocks, and then crash.
 
         That call, and all later calls, raise ``OSError``.
         """
-        self._plan("put", nth, _Fault.CRASH)
+
+        def crash(names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+            half = slice(len(names) // 2)
+            self.inner.put(names[half], blocks.pick(half), timeout_s)
+            self.is_dead = True
+            return self._raise("put")
+
+        self._plan("put", nth, crash)
 
     def forget_faults(self) -> None:
         """Cancel all faults that have not happened yet."""
@@ -96,70 +121,32 @@ class FaultyStorage(StorageWrapper):
     # -- the storage -------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
-        return self._run("find", len(keys), lambda: self.inner.find(keys, timeout_s))[1]
+        return self._run("find", keys, timeout_s)
 
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
-        fault, outcomes = self._run(
-            "put", len(names), lambda: self.inner.put(names, blocks, timeout_s)
-        )
-        if fault is _Fault.CRASH:
-            half = slice(len(names) // 2)
-            self.inner.put(names[half], blocks.pick(half), timeout_s)
-            self.is_dead = True
-            self._raise("put")
-        return outcomes
+        return self._run("put", names, blocks, timeout_s)
 
     def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
-        fault, outcomes = self._run(
-            "get", len(keys), lambda: self.inner.get(keys, blocks, timeout_s)
-        )
-        if fault is _Fault.FLIP:
-            address = int(blocks.addresses[0, 0])
-            ctypes.c_uint8.from_address(address).value ^= 0x01
-            self.inner.drop(keys[:1], for_good=True)
-            outcomes[0] = Outcome.DAMAGED
-        elif fault is _Fault.SHORTEN:
-            half = blocks.pick(slice(-1, None)).part(
-                self.bytes_per_block // 2, self.bytes_per_block
-            )
-            half.write(0, b"\xee" * half.block_bytes)
-            outcomes[-1] = Outcome.FAILED
-        return outcomes
+        return self._run("get", keys, blocks, timeout_s)
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        def drop() -> list[Outcome]:
-            self.inner.drop(keys, for_good)
-            return []
-
-        self._run("drop", 0, drop)
+        self._run("drop", keys, for_good)
 
     # -- faults ------------------------------------------------------------------------------------
 
-    def _plan(self, call: str, nth: int, fault: _Fault) -> None:
+    def _plan(self, call: str, nth: int, fault: Fault) -> None:
         with self._lock:
             self._faults[call, self.num_calls[call] + nth] = fault
 
-    def _run(
-        self, call: str, num_blocks: int, work: Callable[[], list[Outcome]]
-    ) -> tuple[_Fault | None, list[Outcome]]:
-        """Run ``work``, or cause the planned fault. Return the fault, if any, and the outcomes.
-
-        For ``CRASH`` it does nothing; the caller handles that fault.
-        """
+    def _run(self, call: str, *arguments: Any) -> list[Outcome]:
+        """Make a call of the wrapped storage, or cause the planned fault in its place."""
         self._gates[call].wait()
         with self._lock:
             self.num_calls[call] += 1
-            fault = self._faults.pop((call, self.num_calls[call]), None)
-        failed = [Outcome.FAILED] * num_blocks
-        if self.is_dead or fault is _Fault.FAIL:
-            self._raise(call)
-        if fault is _Fault.HANG:
-            self._hanging.wait()
-        if fault in (_Fault.HANG, _Fault.REFUSE, _Fault.CRASH):
-            return fault, failed
-        outcomes = work()
-        return fault, failed if fault is _Fault.LOSE else outcomes
+            usual: Fault = getattr(self.inner, call)
+            fault = self._faults.pop((call, self.num_calls[call]), usual)
+        return self._raise(call) if self.is_dead else fault(*arguments)
 
-    def _raise(self, call: str) -> None:
+    def _raise(self, call: str) -> NoReturn:
         reason = "its process has ended" if self.is_dead else "the test wants it"
         raise OSError(f"{call} of the {self.name} tier failed: {reason}")
