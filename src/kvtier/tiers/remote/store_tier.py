@@ -1,4 +1,4 @@
-"""What all tiers over a store have in common: facts, blocks of other secrets, and damage."""
+"""Base of the tiers over stores: facts, blocks of other secrets, and damage."""
 
 from __future__ import annotations
 
