@@ -16,7 +16,7 @@ endif
 .PHONY: help setup setup-core setup-demo demo docs site test test-core test-docs test-page \
 	test-transformers test-sglang test-sglang-quick test-sglang-version test-vllm vllm-tests \
 	test-vllm-quick test-vllm-version test-vllm-older test-vllm-all test-vllm-upstream scan-engines \
-	test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz \
+	test-stores test-routers test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz \
 	bench bench-vllm bench-sglang bench-stores kvtier-in-vllm kvtier-in-sglang clean FORCE
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "  make test-stores  stores whose clients are large: Mooncake and NIXL (0.5 GB)"
 	@echo "  make test-transformers TRANSFORMERS=5.20.0  attached models and the engine with that version"
 	@echo "  make test-page  the live page in a real Chromium; installs one (apt) where there is none"
+	@echo "  make test-routers  routers of others, over kvtier's events"
 	@echo "  make test-dashboard  the dashboard and its alerts (Debian: apt-get install prometheus)"
 	@echo "  make test-wheel  a wheel, and one made of the source distribution, without a compiler"
 	@echo "  make check-deploy  the files in deploy/ and the workflows, by linters and schemas"
@@ -209,6 +210,10 @@ test-transformers: setup
 test-stores: peers-stores
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PEERS)/stores/bin/python -m pytest tests/tiers/remote/test_mooncake.py tests/tiers/remote/test_nixl.py
 
+# Routers of other projects in front of kvtier's servers and over their events.
+test-routers: peers-routers
+	$(BIN)/python -m pytest tests/engines/routers
+
 test-dashboard: setup
 	@command -v prometheus && command -v promtool || { echo "no Prometheus: apt-get install prometheus" >&2; exit 1; }
 	$(PIP_INSTALL) -q grafana-foundation-sdk
@@ -332,6 +337,7 @@ peers: peers-sglang peers-lmcache peers-vllm
 peers-sglang: $(PEERS)/sglang/.installed
 peers-sglang-server: $(PEERS)/sglang-server/.installed
 peers-sglang-storage: $(PEERS)/sglang-storage/.installed
+peers-routers: $(INSTALLED) $(PEERS)/routers/.installed
 peers-stores: $(INSTALLED) $(PEERS)/stores/.installed
 peers-lmcache: $(PEERS)/lmcache/.installed
 peers-vllm: $(PEERS)/vllm-benchmarks/.fetched

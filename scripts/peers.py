@@ -96,6 +96,10 @@ ENVIRONMENTS = {
         pip=((*NIXL, "mooncake-transfer-engine-non-cuda==0.3.13.post1"),),
         beside=(".venv",),
     ),
+    "routers": Environment(
+        "Dynamo's indexer and SGLang's router: make test-routers",
+        pip=(("ai-dynamo-runtime==1.6.1", "sglang-router==0.3.2"),),
+    ),
     # Without a bound of grpcio-status pip tries dozens of its versions.
     "lmcache": Environment(
         "LMCache, for benchmarks",

@@ -35,7 +35,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 LEFT_OUT = pytest.StashKey[tuple[int, int]]()
 """Numbers of nightly tests and of cases of other tests that this process has left out."""
 OTHER_SUITES = (
-    "test-vllm test-sglang test-stores test-docs test-page test-dashboard check-native crash-test"
+    "test-vllm test-sglang test-stores test-routers test-docs test-page test-dashboard "
+    "check-native crash-test"
 )
 
 

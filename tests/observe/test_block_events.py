@@ -71,6 +71,14 @@ def hash_of(namespace: bytes, labels: Sequence[bytes]) -> int:
     return int.from_bytes(found, "little")
 
 
+def block_log() -> BlockLog:
+    """Return a log that knows the salts of the namespaces here: none."""
+    log = BlockLog()
+    for namespace in (NS, b"one", b"two"):
+        log.name(namespace, "")
+    return log
+
+
 class ToldHarness(Harness):
     """A harness whose block events are read."""
 
@@ -81,7 +89,7 @@ class ToldHarness(Harness):
 
     @staticmethod
     def make_events() -> BlockLog:
-        return BlockLog()
+        return block_log()
 
     def listen(self) -> None:
         assert self.events is not None
@@ -166,21 +174,80 @@ def test_what_storage_kept_is_told_when_a_prompt_asks_for_it() -> None:
     harness.end()
 
 
-def test_tokens_of_a_chunk_are_those_of_its_blocks() -> None:
+class Chunks:
+    """Events of a cache whose chunks are 4 blocks of 2 tokens."""
+
+    def __init__(self) -> None:
+        self.log, self.reader = block_log(), Reader()
+        self._events = BlockEvents([DEVICE, HOST], [], 2, 4)
+
+    def read(self) -> list[Mapping[str, Any]]:
+        found = list(self._events.of(self.log.take()[0]))
+        self.reader.read(found)
+        return found
+
+
+def test_a_chunk_is_one_block_with_all_its_tokens() -> None:
     """The index keys the first block of a chunk by all tokens of the chunk; events have its own."""
-    tokens = list(range(100, 116))
+    tokens, chunks = list(range(100, 116)), Chunks()
     labels = grid_labels(tokens, 2, 8)
-    log, reader = BlockLog(), Reader()
-    log.prompt(NS, labels, [BlockId(at) for at in range(8)], (DEVICE,) * 8)
-    events = BlockEvents([DEVICE, HOST], [], 2)
-    (event,) = found = list(events.of(log.take()[0]))
-    reader.read(found)
-    assert event["token_ids"] == tokens
-    assert reader.held[DEVICE] == {hash_of(NS, list(labels)[: at + 1]) for at in range(8)}
+    chunks.log.prompt(NS, labels, [BlockId(at) for at in range(8)], (DEVICE,) * 8)
+    (event,) = chunks.read()
+    assert (event["token_ids"], event["block_size"]) == (tokens, 8)
+    assert chunks.reader.held[DEVICE] == {hash_of(NS, list(labels)[:end]) for end in (4, 8)}
+
+
+def test_a_chunk_is_in_a_tier_while_all_its_blocks_are() -> None:
+    blocks, chunks = [BlockId(at) for at in range(8)], Chunks()
+    labels = grid_labels(range(100, 116), 2, 8)
+    first, second = (hash_of(NS, list(labels)[:end]) for end in (4, 8))
+    chunks.log.prompt(NS, labels, blocks, (DEVICE,) * 8)
+    chunks.log.moved(HOST, blocks[:6], False)
+    chunks.read()
+    assert chunks.reader.held[HOST] == {first}
+    chunks.log.moved(HOST, blocks[6:], False)
+    chunks.log.moved(HOST, blocks[3:4], True)
+    chunks.log.moved(HOST, blocks[2:3], True)
+    chunks.read()
+    assert chunks.reader.held == {DEVICE: {first, second}, HOST: {second}, DISK: set()}
+
+
+def test_prompts_that_part_within_a_chunk_are_two_blocks() -> None:
+    """A reader names blocks by their tokens: it can't tell the common beginnings apart."""
+    chunks = Chunks()
+    alike, other = ([*range(100, 104), *ends] for ends in (range(104, 108), range(4)))
+    for prompt, first in ((alike, 0), (other, 4)):
+        blocks = [BlockId(at) for at in range(first, first + 4)]
+        chunks.log.prompt(NS, grid_labels(prompt, 2, 8), blocks, (DEVICE,) * 4)
+    chunks.log.moved(DEVICE, [BlockId(0)], True)
+    chunks.read()
+    assert chunks.reader.held[DEVICE] == {hash_of(NS, list(grid_labels(other, 2, 8)))}
+
+
+def test_events_have_the_salt_of_their_prompt() -> None:
+    log, events = BlockLog(), BlockEvents([DEVICE, HOST], [], BLOCK_SIZE)
+    blocks = [BlockId(at) for at in range(4)]
+    log.name(NS, "tenant")
+    log.prompt(NS, token_labels(A, BLOCK_SIZE), blocks, (DEVICE,) * 4)
+    log.moved(HOST, blocks[1:], False)
+    first, others = events.of(log.take()[0])
+    assert first["cache_salt"] == others["cache_salt"] == "tenant"
+    assert first["extra_keys"] == [["tenant"], None, None, None]
+    assert others["extra_keys"] is None, "vLLM's has it with a prompt's first block only"
+
+
+def test_a_prompt_whose_salt_is_forgotten_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_events, "MAX_SALTS", 2)
+    log = BlockLog()
+    for at in range(3):
+        log.name(bytes([at]), f"tenant-{at}")
+    for at in range(3):
+        log.prompt(bytes([at]), token_labels(A, BLOCK_SIZE), [BlockId(at)], (DEVICE,))
+    assert [change.salt for change in log.take()[0]] == ["tenant-1", "tenant-2"]  # type: ignore[union-attr]
 
 
 def test_a_number_that_is_used_again_is_another_block() -> None:
-    log, reader, events = BlockLog(), Reader(), BlockEvents([DEVICE, HOST], [], BLOCK_SIZE)
+    log, reader, events = block_log(), Reader(), BlockEvents([DEVICE, HOST], [], BLOCK_SIZE)
     again = BlockId(1 << 32)
     log.prompt(NS, token_labels(A, BLOCK_SIZE), [BlockId(0)], (DEVICE,))
     log.moved(DEVICE, [BlockId(0)], True)
@@ -217,7 +284,7 @@ def test_a_log_that_nobody_reads_stays_small_and_readers_begin_anew(
 def test_what_is_too_old_is_told_without_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_events, "MAX_RECENT", 2)
     events = BlockEvents([DEVICE, HOST], [], BLOCK_SIZE)
-    log, blocks = BlockLog(), [BlockId(at) for at in range(4)]
+    log, blocks = block_log(), [BlockId(at) for at in range(4)]
     log.prompt(NS, token_labels(A, BLOCK_SIZE), blocks, (DEVICE,) * 4)
     log.moved(HOST, blocks, False)
     told = list(events.of(log.take()[0]))
@@ -230,7 +297,7 @@ def test_most_of_what_is_asked_twice_costs_a_look(monkeypatch: pytest.MonkeyPatc
     """Publishing a known prompt again neither hashes nor reads its tokens."""
     labels = token_labels(np.arange(2000), BLOCK_SIZE)
     blocks = [BlockId(at) for at in range(len(labels))]
-    events, log = BlockEvents([DEVICE, HOST], [], BLOCK_SIZE), BlockLog()
+    events, log = BlockEvents([DEVICE, HOST], [], BLOCK_SIZE), block_log()
     for _ in range(2):
         log.prompt(NS, labels, blocks, (DEVICE,) * len(blocks))
     first, second = log.take()[0]

@@ -611,11 +611,11 @@ class Cache:
         self._ladder.evict(tier, self._index.num_held(tier))
         self._check()
 
-    def block_events(self) -> BlockEvents:
-        """Return a converter of the records in ``events`` to KV events."""
+    def block_events(self, chunk_blocks: int = 1) -> BlockEvents:
+        """Return a converter of the records in ``events`` to KV events; see ``BlockEvents``."""
         stores = [tier for tier in self._tiers.values() if isinstance(tier, StorageTier)]
         shared = [tier.name for tier in stores if tier.facts.is_shared]
-        return BlockEvents(list(self._tiers), shared, self.group.block_size)
+        return BlockEvents(list(self._tiers), shared, self.group.block_size, chunk_blocks)
 
     def findings(self) -> list[Finding]:
         """Return what is in use, for ``kvtier doctor``."""

@@ -10,7 +10,7 @@ hash is
     hash[-1] = BLAKE3(namespace)        hash[i] = BLAKE3(hash[i-1] || label[i])
 
 with eight bytes each, so equal prompts of one model and tenant have equal hashes in every process
-and after every restart.
+and after every restart. A published block is a chunk, and has the hash of its last block.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ MAX_BLOCKS = 1 << 18
 prompts: 64 MiB at 64 tokens per block. Beyond it, changes are lost and all subscribers have to
 start again."""
 MAX_CHANGES = 1 << 16
+MAX_SALTS = 1 << 16
+"""Namespaces whose salts are remembered."""
 MAX_RECENT = 1 << 16
-"""Blocks whose tokens are remembered, so that an event for a slower tier soon afterwards has them,
-too: 25 MB at 64 tokens per block."""
+"""Chunks whose tokens are remembered, so that an event for a slower tier soon afterwards has them,
+too: 40 MB at 128 tokens per chunk."""
 
 CLEARED: Event = {"type": "AllBlocksCleared"}
 HASH_BYTES = 8
@@ -55,12 +57,13 @@ MEDIA = {DEVICE: "GPU", HOST: "CPU"}
 
 
 class PromptBlocks(NamedTuple):
-    """The blocks of a prompt, with the tier of each."""
+    """The blocks of a prompt, with the tier of each. salt: that of the namespace."""
 
     namespace: bytes
     labels: Sequence[Label]
     blocks: Sequence[BlockId]
     tiers: Sequence[str]
+    salt: str = ""
 
 
 class BlocksMoved(NamedTuple):
@@ -82,6 +85,14 @@ class BlockLog:
         self._num_put = 0  # written by the cache's thread
         self._num_taken = 0  # written by the publisher's thread
         self._was_lost = False
+        self._salts: OrderedDict[bytes, str] = OrderedDict()  # by namespace
+
+    def name(self, namespace: bytes, salt: str) -> None:
+        """Note the salt of a namespace, before prompts of it are appended."""
+        self._salts[namespace] = salt
+        self._salts.move_to_end(namespace)
+        if len(self._salts) > MAX_SALTS:
+            self._salts.popitem(last=False)
 
     def prompt(
         self,
@@ -90,8 +101,14 @@ class BlockLog:
         blocks: Sequence[BlockId],
         tiers: Sequence[str],
     ) -> None:
-        """Append a prompt's blocks, some of which may be new."""
-        self._put(PromptBlocks(namespace, labels, blocks, tiers))
+        """Append a prompt's blocks, some of which may be new.
+
+        Those of a namespace whose salt is unknown are not published: a router would take them for
+        blocks that every tenant can use.
+        """
+        salt = self._salts.get(namespace)
+        if salt is not None:
+            self._put(PromptBlocks(namespace, labels, blocks, tiers, salt))
 
     def moved(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
         """Append blocks that were added to ``tier``, or are removed from it."""
@@ -121,31 +138,45 @@ class BlockLog:
 
 
 class BlockEvents:
-    """Turns changes into events: one when a block enters a tier, one when it leaves.
+    """Turns changes into events: one when a published block enters a tier, one when it leaves.
 
-    Blocks that no prompt has contained yet, for example recovered ones, have no events until one
-    does. Memory: 21 bytes per block that the cache can hold.
+    A published block is a chunk: what the engine computes at once, and reuses whole. Routers name
+    a block by its tokens, so two chunks that only begin alike would be one block to them.
+
+    Chunks that no prompt has contained yet, for example recovered ones, have no events until one
+    does. Memory: 26 bytes per block that the cache can hold.
 
     tiers: of the cache.
     shared: those of them that other processes fill, too.
     block_size: tokens.
+    chunk_blocks: blocks that are computed and reused together, counted from a prompt's beginning.
     """
 
-    def __init__(self, tiers: Sequence[str], shared: Sequence[str], block_size: int) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[str],
+        shared: Sequence[str],
+        block_size: int,
+        chunk_blocks: int = 1,
+    ) -> None:
         self._bits = {tier: np.uint8(1 << at) for at, tier in enumerate(tiers)}
         self._media = {tier: _medium(tier, tier in shared) for tier in tiers}
-        self._block_size = block_size
         self._block_bytes = block_size * TOKEN_BYTES
+        self._chunk_blocks = chunk_blocks
+        self._chunk_tokens = block_size * chunk_blocks
         self.clear()
 
     def clear(self) -> None:
         """Forget all blocks."""
         # Indexed by place.
         self._blocks = np.zeros(0, np.int64)  # the block at this place
-        self._hashes = np.zeros(0, np.uint64)  # 0: in no prompt yet
         self._parents = np.zeros(0, np.uint32)  # the parent's place + 1
         self._where = np.zeros(0, np.uint8)  # bit set of the tiers that have it
-        self._recent: OrderedDict[int, bytes] = OrderedDict()  # tokens
+        self._chunks = np.zeros(0, np.uint32)  # the place of its chunk's last block + 1; 0: unknown
+        # Indexed by the place of a chunk's last block.
+        self._hashes = np.zeros(0, np.uint64)  # 0: in no prompt yet
+        self._published = np.zeros(0, np.uint8)  # bit set of the tiers that readers know
+        self._recent: OrderedDict[int, tuple[bytes, str]] = OrderedDict()  # tokens, salt
 
     def of(self, changes: Sequence[Change]) -> Iterator[Event]:
         """Yield the events of some changes."""
@@ -153,10 +184,8 @@ class BlockEvents:
             places = self._places(change.blocks)
             if isinstance(change, PromptBlocks):
                 yield from self._of_prompt(change, places)
-            elif change.is_removed:
-                yield from self._removed(change.tier, places)
             else:
-                yield from self._came(change.tier, places)
+                yield from self._moved(change, places)
 
     def _places(self, blocks: Sequence[BlockId]) -> Array:
         """Return the places of blocks; places with an earlier block are reset."""
@@ -170,105 +199,156 @@ class BlockEvents:
         if is_new.any():
             new = places[is_new]
             self._blocks[new] = numbers[is_new]
-            self._hashes[new] = 0
-            self._where[new] = 0
+            for column in (self._where, self._chunks, self._hashes, self._published):
+                column[new] = 0
         return places
 
     def _grow(self, size: int) -> None:
         size = max(size, 2 * len(self._blocks), 1024)
         self._blocks = _grown(self._blocks, size, NOBODY)
-        self._hashes = _grown(self._hashes, size)
         self._parents = _grown(self._parents, size)
         self._where = _grown(self._where, size)
-
-    # -- a prompt ---------------------------------------------------------------------------------
+        self._chunks = _grown(self._chunks, size)
+        self._hashes = _grown(self._hashes, size)
+        self._published = _grown(self._published, size)
 
     def _of_prompt(self, prompt: PromptBlocks, places: Array) -> Iterator[Event]:
-        is_named = self._hashes[places] != 0
-        untold = np.where(is_named, 0, self._where[places])
         for tier, run in runs_of(prompt.tiers[: len(places)]):
-            bit, part = self._bits[tier], slice(run.start, run.stop)
-            untold[part] |= ~self._where[places[part]] & bit
-            self._where[places[part]] |= bit
-        if not untold.any():
-            return  # as for most prompts: repeated ones
-        labels = list(prompt.labels[: len(places)])
-        tokens = [label[: self._block_bytes] for label in labels]
+            self._where[places[run.start : run.stop]] |= self._bits[tier]
+        size = self._chunk_blocks
+        chunks = places[size - 1 :: size]
+        is_named = self._hashes[chunks] != 0
         if not is_named.all():
-            self._name(prompt.namespace, labels, tokens, places, int(is_named.argmin()))
-        for tier, bit in self._bits.items():
-            for wanted, run in runs_of(((untold & bit) != 0).tolist()):
-                if wanted:
-                    some = slice(run.start, run.stop)
-                    yield self._stored(tier, places[some], tokens[some])
+            self._name(prompt, places[: size * len(chunks)], int(is_named.argmin()))
+        for tier in self._bits:
+            yield from self._changed(tier, chunks, prompt)
 
-    def _name(
-        self,
-        namespace: bytes,
-        labels: Sequence[Label],
-        tokens: Sequence[bytes],
-        places: Array,
-        first: int,
-    ) -> None:
-        """Hash the blocks of a prompt from ``first`` on."""
-        before = _hash(namespace)
+    def _name(self, prompt: PromptBlocks, places: Array, first: int) -> None:
+        """Hash the chunks of a prompt from ``first`` on. places: of the blocks of whole chunks."""
+        size = self._chunk_blocks
+        start = first * size
+        before = _hash(prompt.namespace)
         if first:
-            before = int(self._hashes[places[first - 1]]).to_bytes(HASH_BYTES, "little")
+            before = int(self._hashes[places[start - 1]]).to_bytes(HASH_BYTES, "little")
         hashes = []
-        for label in labels[first:]:
+        for label in prompt.labels[start : len(places)]:
             before = _hash(before + label)
             hashes.append(before)
-        new = places[first:]
-        self._hashes[new] = np.frombuffer(b"".join(hashes), "<u8")
-        self._parents[new[0]] = places[first - 1] + 1 if first else 0
+        new, chunks = places[start:], places[start + size - 1 :: size]
+        self._hashes[chunks] = np.frombuffer(b"".join(hashes[size - 1 :: size]), "<u8")
+        self._parents[new[0]] = places[start - 1] + 1 if first else 0
         self._parents[new[1:]] = new[:-1] + 1
-        self._recent.update(zip(new.tolist(), tokens[first:], strict=True))
+        self._chunks[new] = np.repeat(chunks + 1, size)
+        for at, chunk in enumerate(chunks.tolist(), start=first):
+            self._recent[chunk] = self._tokens(prompt.labels, at), prompt.salt
         while len(self._recent) > MAX_RECENT:
             self._recent.popitem(last=False)
 
-    def _stored(self, tier: str, places: Array, tokens: Sequence[bytes]) -> Event:
-        """Return the event of consecutive blocks.
+    def _tokens(self, labels: Sequence[Label], at: int) -> bytes:
+        """Return the tokens of one chunk of a prompt."""
+        first = at * self._chunk_blocks
+        some = labels[first : first + self._chunk_blocks]
+        return b"".join(label[: self._block_bytes] for label in some)
 
-        tokens: of each block. If they are not remembered, the event has none; readers that do not
-        know the hash ignore it.
+    def _moved(self, change: BlocksMoved, places: Array) -> Iterator[Event]:
+        bit = self._bits[change.tier]
+        if change.is_removed:
+            self._where[places] &= ~bit
+        else:
+            self._where[places] |= bit
+        ends = self._chunks[places]
+        chunks = np.array(list(dict.fromkeys(ends[ends != 0].tolist())), np.int64) - 1
+        # Without a hash: the last block has left the cache, and its place is another block's.
+        yield from self._changed(change.tier, chunks[self._hashes[chunks] != 0])
+
+    def _changed(
+        self, tier: str, chunks: Array, prompt: PromptBlocks | None = None
+    ) -> Iterator[Event]:
+        """Yield the events of chunks that are whole in a tier, or not, unlike readers know.
+
+        prompt: the one whose first chunks these are.
         """
-        above = int(self._parents[places[0]]) if tokens else 0
-        return {
-            "type": "BlockStored",
-            "block_hashes": self._hashes[places].tolist(),
-            "parent_block_hash": int(self._hashes[above - 1]) if above else None,
-            "token_ids": _ids(tokens),
-            "block_size": self._block_size if tokens else 0,
-            "lora_id": None,
-            "lora_name": None,
-            **self._media[tier],
-        }
-
-    # -- blocks that move -------------------------------------------------------------------------
-
-    def _came(self, tier: str, places: Array) -> Iterator[Event]:
         bit = self._bits[tier]
-        is_told = (self._hashes[places] != 0) & (self._where[places] & bit == 0)
-        self._where[places] |= bit
-        places = places[is_told]
-        found = [self._recent.get(place) for place in places.tolist()]
-        is_recent = np.array([tokens is not None for tokens in found], bool)
-        tokens = [each for each in found if each is not None]
-        recent, others = places[is_recent], places[~is_recent]
-        edges = np.flatnonzero(self._parents[recent[1:]] != recent[:-1] + 1) + 1
+        is_whole, member = np.ones(len(chunks), bool), chunks
+        for _ in range(self._chunk_blocks):
+            is_whole &= (self._where[member] & bit) != 0
+            member = self._above(member)
+        is_published = (self._published[chunks] & bit) != 0
+        if np.array_equal(is_whole, is_published):
+            return  # as for most prompts: repeated ones
+        gone = chunks[is_published & ~is_whole]
+        self._published[gone] &= ~bit
+        if len(gone):
+            hashes = self._hashes[gone].tolist()
+            yield {"type": "BlockRemoved", "block_hashes": hashes, **self._media[tier]}
+        positions = np.flatnonzero(is_whole & ~is_published)
+        come = chunks[positions]
+        self._published[come] |= bit
+        if prompt is None:
+            found = [self._recent.get(chunk) for chunk in come.tolist()]
+        else:
+            salt = prompt.salt
+            found = [(self._tokens(prompt.labels, at), salt) for at in positions.tolist()]
+        yield from self._stored(tier, come, found)
+
+    def _above(self, places: Array) -> Array:
+        """Return the places of some blocks' parents; -1 for none."""
+        above: Array = self._parents[places].astype(np.int64) - 1
+        return above
+
+    # -- events of chunks that entered a tier -----------------------------------------------------
+
+    def _stored(
+        self, tier: str, chunks: Array, found: Sequence[tuple[bytes, str] | None]
+    ) -> Iterator[Event]:
+        """Yield an event for each run of chunks one behind the other.
+
+        found: tokens and salt of each chunk. If they are not remembered, the event has no tokens;
+        readers that do not know the hash ignore it.
+        """
+        is_found = np.array([known is not None for known in found], bool)
+        named = [known for known in found if known is not None]
+        recent, others = chunks[is_found], chunks[~is_found]
+        above = recent
+        for _ in range(self._chunk_blocks):
+            above = self._above(above)
+        edges = np.flatnonzero(above[1:] != recent[:-1]) + 1
         for first, end in pairwise([0, *edges.tolist(), len(recent)]):
             if first < end:
-                yield self._stored(tier, recent[first:end], tokens[first:end])
+                tokens, salts = zip(*named[first:end], strict=True)
+                hashes = self._hashes[recent[first:end]].tolist()
+                before = int(above[first])
+                parent = int(self._hashes[before]) if before >= 0 else None
+                yield self._event(tier, hashes, tokens, parent, salts[0])
         if len(others):
-            yield self._stored(tier, others, ())
+            yield self._event(tier, self._hashes[others].tolist())
 
-    def _removed(self, tier: str, places: Array) -> Iterator[Event]:
-        bit = self._bits[tier]
-        is_told = (self._hashes[places] != 0) & (self._where[places] & bit != 0)
-        self._where[places] &= ~bit
-        hashes = self._hashes[places[is_told]].tolist()
-        if hashes:
-            yield {"type": "BlockRemoved", "block_hashes": hashes, **self._media[tier]}
+    def _event(
+        self,
+        tier: str,
+        hashes: list[int],
+        tokens: Sequence[bytes] = (),
+        parent: int | None = None,
+        salt: str = "",
+    ) -> Event:
+        """Return the event of consecutive chunks.
+
+        salt: readers that compute hashes of their own need it, in ``cache_salt`` (Dynamo, SGLang),
+        or with the first block of a prompt (vLLM, llm-d).
+        """
+        is_first = bool(tokens) and parent is None
+        return {
+            "type": "BlockStored",
+            "block_hashes": hashes,
+            "parent_block_hash": parent,
+            "token_ids": _ids(tokens),
+            "block_size": self._chunk_tokens if tokens else 0,
+            "lora_id": None,
+            "lora_name": None,
+            "cache_salt": salt or None,
+            "extra_keys": [[salt], *[None] * (len(hashes) - 1)] if salt and is_first else None,
+            **self._media[tier],
+        }
 
 
 def _joined(changes: Sequence[Change]) -> Iterator[Change]:
@@ -300,8 +380,11 @@ def _ids(tokens: Sequence[bytes]) -> list[int]:
 
 
 def _medium(tier: str, is_shared: bool) -> dict[str, str]:
-    """Return the medium as vLLM's readers know it; ``ownership`` names the storage tier."""
+    """Return the medium as vLLM's readers know it.
+
+    ``ownership`` is left out: Dynamo drops every event with a value that it does not know.
+    """
     if tier in MEDIA:
         return {"medium": MEDIA[tier], "locality": "LOCAL"}
     where = "REMOTE" if is_shared or tier != DISK else "LOCAL"
-    return {"medium": "STORAGE", "locality": where, "ownership": tier}
+    return {"medium": "STORAGE", "locality": where}

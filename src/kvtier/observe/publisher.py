@@ -1,6 +1,6 @@
 """Block events over ZeroMQ, in the format that vLLM and SGLang publish and routers read.
 
-    PUB     topic, number, [time, [event, ...]]
+    PUB     topic, number, [time, [event, ...], data_parallel_rank]
     ROUTER  a requested number  -->  "", topic, number, batch  for each kept from it on, then an end
 
 A number has eight bytes, big-endian, and counts batches from 0. A batch is a msgpack array; its
@@ -190,7 +190,7 @@ class Publisher:
     def _send(self, batch: Sequence[BlockEvent]) -> None:
         import zmq
 
-        payload = self._encode([time.time(), list(batch)])
+        payload = self._encode([time.time(), list(batch), None])  # Dynamo refuses two elements
         number = self._num_sent
         self._num_sent += 1
         self._keep(number, payload)

@@ -275,6 +275,16 @@ def test_null_is_the_same_as_leaving_a_parameter_out(
     assert post(served, path, json=given).status_code == 200
 
 
+def test_defaults_of_other_engines_change_nothing(served: Running) -> None:
+    """Routers write out what their engines would do anyway."""
+    given = {name: value for name, values in HARMLESS.items() for value in values}
+    given |= {"no_stop_trim": False, "guided_json": "", "lora_path": None, "xyzzy": []}
+    assert post(served, "completions", json={**COMPLETION, **given}).status_code == 200
+    for name, value in {"xyzzy": 0, "skip_special_tokens": 1, "priority": False}.items():
+        answer = post(served, "completions", json={**COMPLETION, name: value})
+        assert answer.status_code == (200 if value is False else 400), name
+
+
 @pytest.mark.parametrize(("change", "param", "sentence"), BAD_COMPLETIONS)
 def test_a_bad_completion_request_is_told_why(
     served: Running, change: dict[str, object], param: str | None, sentence: str

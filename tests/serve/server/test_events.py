@@ -107,6 +107,7 @@ def send(log: BlockLog, made: Publisher, at: int) -> None:
     """Send a batch: the one-block prompt ``at`` arrives on the device and in host memory."""
     num_sent = made._num_sent
     log.moved(HOST, [BlockId(at)], False)
+    log.name(bytes([at]), "")
     log.prompt(bytes([at]), [bytes(8)], [BlockId(at)], (DEVICE,))
     wait_until(lambda: made._num_sent > num_sent, "a batch is sent")
 
@@ -176,6 +177,7 @@ def test_readers_that_do_not_read_hold_up_nobody(monkeypatch: pytest.MonkeyPatch
 def test_a_publisher_that_fails_has_readers_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
     log = BlockLog()
     with publisher(log) as made, router(made.endpoints) as reads:
+        log.name(b"", "")
         log.prompt(b"", [bytes(8)], [BlockId(0)], (DEVICE,))
         log.prompt(b"", [bytes(8)], [BlockId(1)], ("no such tier",))
         wait_until(lambda: made._num_sent == 2, "all is cleared")
@@ -213,7 +215,8 @@ def test_an_engine_tells_routers_what_it_has() -> None:
             completion = engine.submit(prompt, SamplingParams(max_tokens=1), salt=salt).result(60)
             assert completion.finish_reason == "length"
         assert engine.drain()
-        num, size = 640 // engine.info.block_size, engine.info.block_size
+        size = engine.info.chunk_tokens
+        num = 640 // size
         wait_until(lambda: _has(reads, {DEVICE: 2 * num, HOST: 2 * num}), "all is told")
         told = reads.reader()
         first = next(each for each in reads.batches[1][1] if each["medium"] == "GPU")

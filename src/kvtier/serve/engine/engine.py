@@ -139,7 +139,8 @@ class Engine:
             self._publisher = Publisher(
                 self._events, config.events, config.events_replay, config.events_topic
             )
-            self._publisher.start(self._cache.block_events())
+            chunk_blocks = config.chunk_tokens // config.block_size
+            self._publisher.start(self._cache.block_events(chunk_blocks))
         # Do not write to storage under an unverified name: it would persist if it is wrong.
         self._cache.let_archive(model.identity.basis is Basis.READ)
         if self._weights is not None and model.identity.basis is Basis.REMEMBERED:
@@ -344,7 +345,7 @@ class Engine:
         patience_s = 0.0005 if self._scheduler.has_requests else IDLE_WAIT_S
         for item in self._inbox.take(patience_s if wait else 0.0):
             if isinstance(item, Request):
-                item.namespace = self.namespace_of(item.salt)
+                item.namespace = self._named(item.salt)
                 self._scheduler.add(item)
             else:
                 item()
@@ -352,6 +353,13 @@ class Engine:
     def namespace_of(self, salt: str) -> bytes:
         """Return the namespace of requests with this salt."""
         return replace(self._namespace, salt=salt).digest
+
+    def _named(self, salt: str) -> bytes:
+        """Return the namespace of requests with this salt, known to the events from now on."""
+        namespace = self.namespace_of(salt)
+        if self._events is not None:
+            self._events.name(namespace, salt)
+        return namespace
 
     def _hear(self, found: Identity) -> None:
         """Handle the verification of the weights against the remembered identity.
@@ -370,7 +378,7 @@ class Engine:
         if self._events is not None:
             self._events.lose()
         self._namespace = replace(self._namespace, model=found.digest)
-        self._scheduler.rename(self.namespace_of)
+        self._scheduler.rename(self._named)
 
     def _abort(self, request: Request) -> None:
         """Abort a request. Thread-safe."""

@@ -1,7 +1,8 @@
 """API parameters that this server does not support.
 
 A parameter that would change the answer is refused unless it has a neutral value; one that only
-labels the request is ignored. null counts as absent.
+labels the request is ignored. null counts as absent, and so do false and empty values of unknown
+parameters: routers write out the defaults of the engines that they know.
 """
 
 from __future__ import annotations
@@ -19,18 +20,26 @@ LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "servic
 """Ignored parameters, which concern the request and not the answer."""
 
 HARMLESS: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
     "audio": (),
     "best_of": (1,),
     "function_call": ("none", "auto"),
-    "functions": ([],),
+    "functions": (),
+    "include_reasoning": (True,),
+    "length_penalty": (1.0,),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
+    "priority": (0,),
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "reasoning_effort": (),
-    "store": (False,),
-    "suffix": ("",),
+    "separate_reasoning": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (),
+    "stream_reasoning": (True,),
+    "suffix": (),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -64,7 +73,7 @@ def refuse_unsupported(request: GenerationRequest) -> None:
 
 
 def _refuse_parameter(name: str, value: object, known: list[str]) -> None:
-    if value is None or name in LABELS or value in HARMLESS.get(name, ()):
+    if value is None or name in LABELS or _is_neutral(value, HARMLESS.get(name, ())):
         return
     if name in HARMLESS:
         raise _unsupported(
@@ -73,6 +82,14 @@ def _refuse_parameter(name: str, value: object, known: list[str]) -> None:
             name,
         )
     raise _unknown(name, known)
+
+
+def _is_neutral(value: object, defaults: tuple[object, ...]) -> bool:
+    """Whether a parameter with this value is as good as absent. defaults: its neutral values."""
+    if value is False or value in ("", [], {}):
+        return True
+    # 1 == True, and asks for something else
+    return any(value == it and isinstance(value, bool) is isinstance(it, bool) for it in defaults)
 
 
 def _unknown(name: str, known: list[str]) -> ApiError:
