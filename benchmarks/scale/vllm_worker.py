@@ -64,8 +64,8 @@ def waiting(num: int) -> Callable[[], None]:
         assert advice is Advice.WAIT, advice
     states = [manager.state_of(f"request {at}") for at in range(NUM_WAITING)]
     for state in states:  # no wait ends while the others arrive
-        assert state.patience.wait is not None
-        state.patience.wait = dataclasses.replace(state.patience.wait, until_s=float("inf"))
+        assert state.wait is not None
+        state.wait = dataclasses.replace(state.wait, until_s=float("inf"))
 
     def step() -> None:
         manager.hear(Report())

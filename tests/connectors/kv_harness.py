@@ -20,9 +20,8 @@ from kvtier.cache.transfer.ranks import RankMover
 from kvtier.connectors.vllm.kv_connector.messages import RankMessage, StepMessage
 from kvtier.connectors.vllm.kv_connector.rank import RankHalf
 from kvtier.connectors.vllm.kv_connector.scheduler import SchedulerHalf
-from kvtier.connectors.vllm.shared.engine_facts import EngineFacts, GroupFacts
 from kvtier.connectors.vllm.shared.manager import TierManager
-from kvtier.connectors.vllm.shared.names import VllmNames
+from kvtier.connectors.vllm.shared.names import EngineFacts, GroupFacts, VllmNames
 from kvtier.connectors.vllm.shared.pages import LayerSize, tell_pages
 from kvtier.connectors.vllm.shared.prompt import Shape
 from kvtier.connectors.vllm.shared.step import DueRequests

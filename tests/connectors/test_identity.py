@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.common.names import block_key
-from kvtier.connectors.vllm.shared.engine_facts import EngineFacts, GroupFacts
-from kvtier.connectors.vllm.shared.names import namespace, rank_layout
+from kvtier.connectors.vllm.shared.names import EngineFacts, GroupFacts, namespace, rank_layout
 
 FACTS = EngineFacts(
     groups=(GroupFacts(0, 16, ("l.0", "l.1")), GroupFacts(1, 32, ("l.2",))),

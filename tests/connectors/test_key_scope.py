@@ -14,13 +14,12 @@ from blake3 import blake3
 from kvtier.connectors.vllm.shared.adapters import Adapters, RekeyedRequest, keyed
 from kvtier.connectors.vllm.shared.key_scope import (
     ALL,
-    EVERYWHERE,
     KeyScope,
     counts_media,
     scope_of,
 )
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks
-from kvtier.connectors.vllm.shared.request_state import Keeping, RequestState
+from kvtier.connectors.vllm.shared.request_state import RequestState
 from kvtier.identity import Identification
 
 
@@ -49,7 +48,7 @@ def config(prefix_caching: bool, processor_gb: float | None) -> Any:
 
 
 def test_text_goes_everywhere() -> None:
-    assert scope_of(request(), counts_media=True) == EVERYWHERE
+    assert scope_of(request(), counts_media=True) == KeyScope()
 
 
 def test_blocks_from_the_first_media_on_stay_in_this_process() -> None:
@@ -268,10 +267,10 @@ def test_rekeyed_request_is_vllms_but_for_its_hashes() -> None:
 def test_request_whose_adapter_was_replaced_keeps_nothing(tmp_path: Path) -> None:
     adapters = Adapters()
     load = adapters.load_of(adapter(adapter_in(tmp_path / "one")))
-    state = RequestState(RequestBlocks("one", {b"key": 16}), Keeping(adapter=load))
+    state = RequestState(RequestBlocks("one", {b"key": 16}), KeyScope(adapter=load))
     state.begin_look_up(0)
     assert state.is_kept(b"key")
-    assert state.keeping.is_computed_right()
+    assert state.scope.is_computed_right()
     adapters.after_removal(1)
-    assert not state.keeping.is_computed_right()
+    assert not state.scope.is_computed_right()
     assert not state.is_kept(b"key")

@@ -125,9 +125,10 @@ def test_calls_that_leave_weights_cost_nothing(
 
 @pytest.mark.parametrize("is_empty", [True, False])
 def test_pool_counts_as_emptied_only_if_vllm_says_so(
-    weights: NewWeights, told: Told, is_empty: bool
+    weights: NewWeights, told: Told, model: torch.nn.Module, is_empty: bool
 ) -> None:
-    assert weights.reset_pool(lambda: is_empty) is is_empty
+    core: Any = Core(model)
+    assert weights.reset_pool(core, lambda: is_empty) is is_empty
     assert told.num_emptied == is_empty
 
 

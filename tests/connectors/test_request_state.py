@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.cache.block_cache import BlockState
+from kvtier.connectors.vllm.shared.key_scope import Doubt
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks
-from kvtier.connectors.vllm.shared.request_state import LEGAL, Doubt, Phase, RequestState, Way
+from kvtier.connectors.vllm.shared.request_state import LEGAL, Phase, RequestState, Way
 from kvtier.plan.decide import Wait
 
 KEYS = [b"first", b"second"]
@@ -47,9 +48,9 @@ def test_only_legal_phases_follow_each_other(events: list[str]) -> None:
     for event in events:
         before = state.phase
         if event == "end of load":
-            since_s = state.load_since_s
+            since_s = state.since_s
             assert state.end_load() == since_s
-            assert state.load_since_s is None
+            assert state.since_s is None
             expected = Phase.LOOKING_UP if before is Phase.LOADING else before
         elif event == "reset":
             state.reset(has_new_weights=False)
@@ -63,8 +64,8 @@ def test_only_legal_phases_follow_each_other(events: list[str]) -> None:
                 return
             assert expected in LEGAL[before]
         assert state.phase is expected
-        assert (state.patience.wait is not None) == (state.phase is Phase.WAITING)
-        assert (state.load_since_s is None) == (state.phase is not Phase.LOADING) or (
+        assert (state.wait is not None) == (state.phase is Phase.WAITING)
+        assert (state.since_s is None) == (state.phase is not Phase.LOADING) or (
             state.phase is Phase.FINISHED  # its load may end later
         )
 
@@ -102,10 +103,10 @@ def test_nothing_of_earlier_weights_is_kept() -> None:
     assert state.is_kept(KEYS[0])
     state.reset(has_new_weights=True)
     assert not state.is_kept(KEYS[0])
-    assert not state.keeping.is_computed_right()
-    state.keeping.doubts = Doubt.PAGES
+    assert not state.scope.is_computed_right()
+    state.scope.doubts = Doubt.PAGES
     assert state.is_kept(KEYS[0]), "only what was copied meanwhile is doubted"
-    assert not state.keeping.is_computed_right()
+    assert not state.scope.is_computed_right()
 
 
 def test_state_has_at_most_ten_fields() -> None:

@@ -147,9 +147,9 @@ class UnderVllm:
         places, state.lookup.answers = self._engine.cache.lookup(self._keys)
         for key, at in zip(self._keys, places, strict=True):
             end = state.request.ends.get(key, 0)
-            if state.limit is not None and end > state.limit.end:
+            if end > state.limit:
                 break
-            if state.patience.given_up is not None and at is not BlockState.MEMORY:
+            if state.given_up is not None and at is not BlockState.MEMORY:
                 break
             state.lookup.met[key] = at
             if at is BlockState.NOWHERE:
@@ -180,7 +180,7 @@ class UnderVllm:
 
     def state(self) -> WaitState:
         """Return the state of the wait. vLLM sees only whether the request waits."""
-        wait, now_s = self._state.patience.wait, self.now_s
+        wait, now_s = self._state.wait, self.now_s
         assert wait is not None
         state = wait.state(now_s)
         assert self._promotion.must_wait(self._state, self._first) == (state is not WaitState.OVER)

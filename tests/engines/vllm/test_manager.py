@@ -35,6 +35,7 @@ from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.shared.copies import BlockSlots
 from kvtier.connectors.vllm.shared.key_scope import KeyScope
 from kvtier.connectors.vllm.shared.names import VllmNames
+from kvtier.connectors.vllm.shared.new_weights import NEW_WEIGHTS
 from kvtier.connectors.vllm.shared.prompt import Shape
 from kvtier.connectors.vllm.shared.request_state import Advice, Phase
 from kvtier.connectors.vllm.shared.tiers import rank_tiers
@@ -356,7 +357,7 @@ def test_blocks_of_an_adapter_stay_in_memory(scheduler: Scheduler) -> None:
     """Another process may give the same name to another adapter."""
     scheduler.to_disk(KEYS[:1])
     request = scheduler.request("adapted", KEYS[:2])
-    scheduler.manager.state_of("adapted").keeping.scope = KeyScope(shared=0)
+    scheduler.manager.state_of("adapted").scope = KeyScope(shared=0)
     assert scheduler.look_up(request, KEYS[:1]) == [LookupResult.MISS]
     output = scheduler.manager.prepare_store(KEYS[1:2], request)
     assert output is not None
@@ -369,7 +370,7 @@ def test_blocks_that_are_keyed_by_a_name_stay_in_memory(scheduler: Scheduler) ->
     """Blocks before an image are written to disk and read from it; later ones are not."""
     scheduler.to_disk(KEYS[:2])
     request = scheduler.request("sees", KEYS[:4])
-    scheduler.manager.state_of("sees").keeping.scope = KeyScope(shared=STEP + 16)
+    scheduler.manager.state_of("sees").scope = KeyScope(shared=STEP + 16)
     found = scheduler.look_up(request, KEYS[:2])
     assert found == [LookupResult.RETRY, LookupResult.MISS]
     scheduler.store(request, KEYS[2:4])
@@ -382,7 +383,7 @@ def test_blocks_that_are_keyed_by_a_name_stay_in_memory(scheduler: Scheduler) ->
 def test_blocks_that_are_not_to_be_kept_are_neither_stored_nor_found(scheduler: Scheduler) -> None:
     scheduler.store(scheduler.request("plain", KEYS[:3]), KEYS[:3])
     request = scheduler.request("sees", KEYS[:4])
-    scheduler.manager.state_of("sees").keeping.scope = KeyScope(STEP, STEP)
+    scheduler.manager.state_of("sees").scope = KeyScope(STEP, STEP)
     found = scheduler.look_up(request, KEYS[:3])
     assert found == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
     output = scheduler.manager.prepare_store(KEYS[2:4], request)
@@ -441,7 +442,8 @@ def test_pause_keeps_the_tiers_and_gives_up_copies_under_way(scheduler: Schedule
     scheduler.store(scheduler.request("second", KEYS[1:2]), KEYS[1:2])
     half = scheduler.request("half", KEYS[2:3])
     assert scheduler.manager.prepare_store(KEYS[2:3], half) is not None
-    with scheduler.manager.keeping(True):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NEW_WEIGHTS, "is_pausing", True)
         scheduler.manager.reset_cache()
     scheduler.manager.cache.check_invariants()
     scheduler.carry_out()

@@ -27,7 +27,7 @@ from kvtier.connectors.vllm.offloading.translation import HostSlots
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.shared import worker as worker_module
 from kvtier.connectors.vllm.shared.copies import BlockSlots
-from kvtier.connectors.vllm.shared.step import DueRequests
+from kvtier.connectors.vllm.shared.step import DueRequests, QueuedRequests
 from kvtier.connectors.vllm.shared.worker import REST_S, RankLimits
 from kvtier.core.types import Slot
 from kvtier.devices import find_device
@@ -111,7 +111,7 @@ def test_scheduler_says_whether_a_step_computes(
         output.num_scheduled_tokens = {"request": num_tokens}
         output.scheduled_new_reqs = [SimpleNamespace(req_id="request", num_computed_tokens=0)]
     connector = object.__new__(KvtierOffloadingConnector)
-    connector._waiting = None
+    connector._queued = QueuedRequests(1, 0, None)
     connector._due, connector._is_due = DueRequests(), True
     meta = connector.build_connector_meta(output)
     assert isinstance(meta, TierMetadata)

@@ -257,7 +257,7 @@ def test_kv_of_names_is_kept_out_of_the_store(server: ValkeyServer, valkey: str)
 
         def adapted(context: ReqContext) -> None:
             begin(context)
-            first.manager.state_of(context.req_id).keeping.scope = KeyScope(shared=0)
+            first.manager.state_of(context.req_id).scope = KeyScope(shared=0)
 
         first.manager.on_new_request = adapted
         first.compute(1, 2)

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from kvtier.connectors.vllm.standalone.unsupported import engine_of
+from kvtier.connectors.vllm.standalone.settings import engine_of
 from kvtier.core.errors import ConfigError
 from tests.engines.vllm.blip import make_blip
 from tests.engines.vllm.engines import ENVIRONMENT, MODEL, multi

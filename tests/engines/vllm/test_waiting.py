@@ -12,8 +12,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, make_offload_key
 
-from kvtier.connectors.vllm.shared import queued_requests
-from kvtier.connectors.vllm.shared.queued_requests import QueuedRequests
+from kvtier.connectors.vllm.shared import step as step_module
+from kvtier.connectors.vllm.shared.step import QueuedRequests
 from tests.engines.vllm.test_manager import KEYS, Scheduler
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def test_who_had_no_turn_waits_from_then_on_until_it_has() -> None:
 
 
 def test_a_burst_is_told_of_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queued_requests, "MAX_BLOCKS", 3)
+    monkeypatch.setattr(step_module, "MAX_BLOCKS", 3)
     told = Told()
     told.waiting.on_queued(request("long", range(12)))
     for number in range(5):

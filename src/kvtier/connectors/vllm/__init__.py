@@ -8,7 +8,7 @@
 
 A front translates between vLLM and these modules. offloading/ uses vLLM's OffloadingConnector and
 ``v1/kv_offload``; kv_connector/ uses only the connector interface, for older versions. prompt.py,
-copies.py, pages.py and engine_facts.py have the types that fronts translate to, and import nothing
+copies.py, pages.py and names.py have the types that fronts translate to, and import nothing
 of ``v1/kv_offload``. halves.py makes both halves.
 
 Terms. A *block* is what one key names, here as everywhere in kvtier: vLLM calls it a *chunk*, its

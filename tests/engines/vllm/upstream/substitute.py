@@ -136,23 +136,26 @@ class Manager(OffloadedTiers):
         self.hear(Report(hellos={0: Hello(num_chunks)}))
         _named.clear()
 
-    def _must_have_begun(self, req_context: ReqContext) -> None:
-        """Begin a request if the test left that out."""
+    def _must_have_begun(self, req_context: ReqContext, keys: Collection[OffloadKey] = ()) -> None:
+        """Begin a request, and give its blocks places in a prompt, if the test left that out."""
         if req_context.req_id not in self._requests:
             self.on_new_request(req_context)
+        ends = req_context._offload_key_positions
+        for key in keys:
+            ends.setdefault(key, 16 * (len(ends) + 1))
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         self._must_have_begun(req_context)
         return super().lookup(key, req_context)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Any:
-        self._must_have_begun(req_context)
+        self._must_have_begun(req_context, keys)
         return CPULoadStoreSpec(super().prepare_load(keys, req_context).blocks.slots)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        self._must_have_begun(req_context)
+        self._must_have_begun(req_context, keys)
         found = super().prepare_store(keys, req_context)
         if found is not None:
             assert isinstance(found.store_spec, HostSlots)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvtier.connectors.vllm.shared.engine_facts import EngineFacts, GroupFacts
+from kvtier.connectors.vllm.shared.names import EngineFacts, GroupFacts
 from kvtier.connectors.vllm.shared.pages import layer_specs
 from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.core.errors import ConfigError
@@ -22,7 +22,7 @@ WHOLE_PROMPTS = ("FullAttentionSpec", "MLAAttentionSpec")
 def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
     """Return the facts of an engine. Raises ``ConfigError`` for one that can't be served."""
     parallel, cache = config.parallel_config, config.cache_config
-    (group,) = _groups(kv_cache_config)
+    group = _group(kv_cache_config)
     dcp = parallel.decode_context_parallel_size
     pcp = getattr(parallel, "prefill_context_parallel_size", 1)
     tokens_per_page = group.kv_cache_spec.block_size * dcp * pcp
@@ -49,23 +49,18 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
     )
 
 
-def _groups(kv_cache_config: KVCacheConfig) -> list[Any]:
+def _group(kv_cache_config: KVCacheConfig) -> Any:
+    """Return the KV group. Raises ``ConfigError`` for a model that this front does not serve."""
     groups = list(kv_cache_config.kv_cache_groups)
-    kinds = {
-        type(layer_spec).__name__ for group in groups for layer_spec in layer_specs(group).values()
-    }
-    served = all(
-        _keeps_whole_prompts(layer_spec)
-        for group in groups
-        for layer_spec in layer_specs(group).values()
+    specs = [layer_spec for group in groups for layer_spec in layer_specs(group).values()]
+    if len(groups) == 1 and all(map(_keeps_whole_prompts, specs)):
+        return groups[0]
+    kinds = sorted({type(layer_spec).__name__ for layer_spec in specs})
+    raise ConfigError(
+        f"KvtierConnector serves models whose layers all keep the KV of whole prompts, in one KV "
+        f"group; this one has {len(groups)} groups of {', '.join(kinds)}: use OffloadingConnector "
+        "with spec_name kvtier, where this vLLM has what it needs"
     )
-    if len(groups) != 1 or not served:
-        raise ConfigError(
-            f"KvtierConnector serves models whose layers all keep the KV of whole prompts, in one "
-            f"KV group; this one has {len(groups)} groups of {', '.join(sorted(kinds))}: use "
-            "OffloadingConnector with spec_name kvtier, where this vLLM has what it needs"
-        )
-    return groups
 
 
 def _bytes_per_page(kv_cache_config: KVCacheConfig) -> int:

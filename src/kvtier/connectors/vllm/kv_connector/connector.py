@@ -21,22 +21,15 @@ from kvtier.connectors.vllm.kv_connector.messages import NOTHING, RankMessage, S
 from kvtier.connectors.vllm.kv_connector.rank import RankHalf
 from kvtier.connectors.vllm.kv_connector.scheduler import SchedulerHalf, Tracked
 from kvtier.connectors.vllm.kv_connector.stats import ConnectorMetrics, ConnectorStats
-from kvtier.connectors.vllm.shared import new_weights, weights
-from kvtier.connectors.vllm.shared.adapters import adapters_of
-from kvtier.connectors.vllm.shared.cores import off_compute_cores
-from kvtier.connectors.vllm.shared.halves import Sizes
-from kvtier.connectors.vllm.shared.key_scope import counts_media
-from kvtier.connectors.vllm.shared.limits import kind_of
+from kvtier.connectors.vllm.shared.halves import Sizes, begin_serving
 from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.pages import layer_sizes, tell_pages
-from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES
+from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, kind_of
 from kvtier.connectors.vllm.shared.rank_weights import model_of_caller
 from kvtier.connectors.vllm.shared.recording import RequestRecording
-from kvtier.connectors.vllm.shared.request_state import Keeping
 from kvtier.connectors.vllm.shared.shards import division_of, layout_of, shards_of
 from kvtier.connectors.vllm.shared.step import DueRequests
 from kvtier.connectors.vllm.shared.worker import TierWorker
-from kvtier.observe.specs import VLLM_RECORDED_REQUESTS
 
 if TYPE_CHECKING:
     import torch
@@ -94,14 +87,13 @@ class KvtierConnector(KVConnectorBase_V1):
         self._num_pages = int(kv_cache_config.num_blocks)
         self._rank: RankHalf | None = None
         self._scheduler: SchedulerHalf | None = None
-        self._recording: RequestRecording | None = None
         self._has_news = True  # there may be statistics that were not returned yet
         if role is KVConnectorRole.SCHEDULER:
             self._make_scheduler_half(extra)
 
     def _make_scheduler_half(self, extra: Mapping[str, object]) -> None:
-        config, names = self._vllm_config, self._sizes.names
-        names.needs_layout = True
+        config = self._vllm_config
+        self._sizes.names.needs_layout = True
         keep_block_hashes(config)
         manager = self._sizes.make_manager(TierManager)
         self._scheduler = SchedulerHalf(
@@ -110,16 +102,11 @@ class KvtierConnector(KVConnectorBase_V1):
             DueRequests.for_config(config),
             bool(extra.get("offload_prompt_only", True)),
         )
-        self._adapters = adapters_of(config, manager.has_storage)
-        self._counts_media = counts_media(config)
-        if manager.has_storage:
-            with off_compute_cores():
-                weights.settle(names, config)
+        self._adapters = begin_serving(self, manager, config)
         self._recording = RequestRecording(
             extra, self._half.block_tokens, self._facts.tokens_per_hash, self._facts.replica
         )
         _take_steps_while_busy()
-        new_weights.watch(self)
 
     # -- in the scheduler's process ----------------------------------------------------------------
 
@@ -135,11 +122,10 @@ class KvtierConnector(KVConnectorBase_V1):
         """Return a request's state. Before 0.23 vLLM does not report the requests that it adds."""
         if self._half.is_known(request.request_id):
             return self._half.begin(request)
-        keyed, scope, adapter = self._adapters.begin(request, self._counts_media)
+        keyed, scope = self._adapters.begin(request)
         tracked = self._half.begin(keyed)
-        tracked.state.keeping = Keeping(scope, adapter)
-        if self._recording is not None:
-            self._recording.begin(request)
+        tracked.state.scope = scope
+        self._recording.begin(request)
         return tracked
 
     def get_num_new_matched_tokens(
@@ -172,17 +158,14 @@ class KvtierConnector(KVConnectorBase_V1):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._has_news = True
-        if self._recording is not None:
-            self._recording.end(request)
+        self._recording.end(request)
         return self._half.finish(request, block_ids), None
 
     def has_pending_push_work(self) -> bool:
         return self._half.has_pending_work
 
     def reset_cache(self) -> bool | None:
-        """Empty all tiers; in a pause that leaves the weights as they are, none of them."""
-        with self._half.manager.keeping(new_weights.NEW_WEIGHTS.keep()):
-            self._half.reset()
+        self._half.reset()
         return True
 
     def reset_for_weights(self) -> None:
@@ -224,9 +207,7 @@ class KvtierConnector(KVConnectorBase_V1):
             return None
         self._has_news = False
         manager = self._scheduler.manager
-        if self._recording is not None:
-            for outcome, num in self._recording.take().items():
-                manager.counts.add(VLLM_RECORDED_REQUESTS, num, outcome)
+        self._recording.count_into(manager.counts)
         values = manager.take_values()
         return None if values is None else ConnectorStats.of(values)
 
@@ -306,7 +287,6 @@ class KvtierConnector(KVConnectorBase_V1):
             self._rank.shutdown()
         if self._scheduler is not None:
             self._scheduler.manager.shutdown()
-        if self._recording is not None:
             self._recording.close()
 
 

@@ -49,7 +49,7 @@ NOTHING = StepMessage()
 """Message of a step that computes, and in which nothing begins: the same object each time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankMessage:
     """Message from one or more ranks to the scheduler's half.
 
@@ -63,9 +63,9 @@ class RankMessage:
         layouts: Digests of the page layout of ranks that have registered their KV caches.
     """
 
-    report: Report
+    report: Report = field(default_factory=Report)
     ended: Counter[int] = field(default_factory=Counter)
-    load_bytes: Sequence[int] = ()
+    load_bytes: list[int] = field(default_factory=list)
     load_s: float = 0.0
     store_bytes: int = 0
     store_s: float = 0.0

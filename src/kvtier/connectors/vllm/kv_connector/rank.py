@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from kvtier.connectors.vllm.kv_connector.messages import (
@@ -25,16 +24,12 @@ class RankHalf:
     def __init__(self, worker: TierWorker, pages: EnginePages, stores: bool = True) -> None:
         self.worker = worker
         self._stores_kv = stores
-        self._layouts = frozenset({pages.layout})
+        self._message = RankMessage(layouts=frozenset({pages.layout}))  # of what is to be reported
         self._jobs: dict[int, tuple[PageJob, Direction]] = {}
         self._stores: Sequence[PageJob] = ()
         self._finishing: set[str] = set()
         self._steps: list[int] = []
         self._failed_pages: set[int] = set()
-        self._ended: Counter[int] = Counter()
-        self._load_bytes: list[int] = []
-        self._load_s = 0.0
-        self._store_bytes, self._store_s = 0, 0.0
         self._computes = False
         self._owes_statistics = False
 
@@ -66,7 +61,7 @@ class RankHalf:
             if self._stores_kv:
                 self._submit(job, Direction.STORE)
             else:
-                self._ended[job.job_id] += 1
+                self._message.ended[job.job_id] += 1
 
     def _submit(self, job: PageJob, direction: Direction) -> None:
         self._jobs[job.job_id] = job, direction
@@ -76,20 +71,20 @@ class RankHalf:
         """Return the requests whose last store has ended, and the requests whose load has ended."""
         if not (self._jobs or self._finishing):
             return set(), set()
-        loaded: set[str] = set()
+        loaded, message = set[str](), self._message
         for each in self.worker.take_ended():
             job, direction = self._jobs.pop(each.job_id)
-            self._ended[each.job_id] += 1
+            message.ended[each.job_id] += 1
             if direction is Direction.LOAD:
                 loaded.add(job.request_id)
                 if each.num_bytes:
-                    self._load_bytes.append(each.num_bytes)
-                    self._load_s += each.seconds
+                    message.load_bytes.append(each.num_bytes)
+                    message.load_s += each.seconds
                 if each.has_failed:
                     self._failed_pages.update(*(pages.pages for pages in job.pages))
             else:
-                self._store_bytes += each.num_bytes
-                self._store_s += each.seconds
+                message.store_bytes += each.num_bytes
+                message.store_s += each.seconds
         stored: set[str] = set()
         if self._finishing:
             storing = {
@@ -108,7 +103,7 @@ class RankHalf:
         Up to 0.29 vLLM takes these only beside those of a rank. ``LLM`` drops them in a step
         without answers, so they wait for a step that computes.
         """
-        asks = self._computes and (self._owes_statistics or bool(self._ended))
+        asks = self._computes and (self._owes_statistics or bool(self._message.ended))
         self._owes_statistics = self._owes_statistics and not asks
         return asks
 
@@ -119,26 +114,16 @@ class RankHalf:
 
     def take_message(self) -> RankMessage | None:
         """Return the message to the scheduler's half; None if there is nothing to report."""
-        has_own = self._ended or self._steps or self._layouts
-        if not (has_own or self.worker.may_report()):
+        message = self._message
+        has_own = message.ended or message.layouts
+        if not (has_own or self._steps or self.worker.may_report()):
             return None
-        report = self.worker.take_report(frozenset(self._steps))
+        message.report = self.worker.take_report(frozenset(self._steps))
         self._steps.clear()
-        if not (report or self._ended or self._layouts):
+        if not (message.report or has_own):
             return None
-        message = RankMessage(
-            report,
-            self._ended,
-            self._load_bytes,
-            self._load_s,
-            self._store_bytes,
-            self._store_s,
-            self._layouts,
-        )
-        self._ended, self._load_bytes, self._load_s = Counter(), [], 0.0
-        self._store_bytes, self._store_s = 0, 0.0
+        self._message = RankMessage()
         self._owes_statistics |= not self._computes
-        self._layouts = frozenset()
         return message
 
     def shutdown(self) -> None:

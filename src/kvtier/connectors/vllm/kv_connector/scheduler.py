@@ -19,8 +19,7 @@ from kvtier.connectors.vllm.kv_connector.messages import (
 from kvtier.connectors.vllm.shared.copies import BlockSlots, PageRange
 from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks, group_key
-from kvtier.connectors.vllm.shared.queued_requests import QueuedRequests
-from kvtier.connectors.vllm.shared.step import DueRequests, prefill_pieces
+from kvtier.connectors.vllm.shared.step import DueRequests, QueuedRequests, prefill_pieces
 from kvtier.core.types import DEVICE, HOST
 from kvtier.observe.specs import VLLM_MOVED_BYTES, VLLM_MOVED_SECONDS
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from kvtier.cache.block_cache import Reserved
-    from kvtier.connectors.vllm.shared.engine_facts import EngineFacts
+    from kvtier.connectors.vllm.shared.names import EngineFacts
     from kvtier.connectors.vllm.shared.request_state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -112,10 +111,9 @@ class SchedulerHalf:
         self._stores: list[PageJob] = []
         self._finishing: list[str] = []
         self._waits = False
-        self._queued: QueuedRequests | None = None
-        if manager.cache.learns:
-            wait = manager.cache.wait
-            self._queued = QueuedRequests(self._hashes_per_block, GROUP, wait)
+        cache = manager.cache
+        wait = cache.wait if cache.learns else None
+        self._queued = QueuedRequests(self._hashes_per_block, GROUP, wait)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -130,8 +128,7 @@ class SchedulerHalf:
             )
             tracked = Tracked(request, self.manager.begin(blocks))
             self._requests[request.request_id] = tracked
-            if self._queued is not None:
-                self._queued.on_queued(request)
+            self._queued.on_queued(request)
         return tracked
 
     def is_known(self, request_id: str) -> bool:
@@ -262,10 +259,9 @@ class SchedulerHalf:
         for request_id in output.preempted_req_ids or ():
             if tracked := self._requests.get(request_id):
                 self._drop_stores(tracked)
-        if self._queued is not None:
-            for new in output.scheduled_new_reqs:
-                self._queued.on_dequeued(new.req_id)
-            self._queued.end_step()
+        for new in output.scheduled_new_reqs:
+            self._queued.on_dequeued(new.req_id)
+        self._queued.end_step()
         due = self._due.find(output)
         if due:
             self._store_due(output, due)
@@ -312,8 +308,7 @@ class SchedulerHalf:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False
-        if self._queued is not None:
-            self._queued.on_dequeued(request.request_id)
+        self._queued.on_dequeued(request.request_id)
         if tracked.is_running and pages:
             # What the last steps have computed may have been hashed only now.
             tracked.pages = list(pages)

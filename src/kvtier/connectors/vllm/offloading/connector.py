@@ -38,20 +38,16 @@ from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
 from kvtier.connectors.vllm.offloading.recording import Finished, RecordedConnector, recorded
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
-from kvtier.connectors.vllm.shared import new_weights, weights
-from kvtier.connectors.vllm.shared.adapters import adapters_of
-from kvtier.connectors.vllm.shared.cores import off_compute_cores
-from kvtier.connectors.vllm.shared.key_scope import counts_media
+from kvtier.connectors.vllm.shared.halves import begin_serving
+from kvtier.connectors.vllm.shared.key_scope import Doubt
 from kvtier.connectors.vllm.shared.pages import EnginePages, layer_sizes
-from kvtier.connectors.vllm.shared.queued_requests import QueuedRequests
 from kvtier.connectors.vllm.shared.rank_weights import model_of_caller
 from kvtier.connectors.vllm.shared.recording import record_settings
 from kvtier.connectors.vllm.shared.registry import CONNECTOR_NAME
-from kvtier.connectors.vllm.shared.request_state import Doubt, Keeping, RequestState
+from kvtier.connectors.vllm.shared.request_state import RequestState
 from kvtier.connectors.vllm.shared.shards import division_of, shards_of
-from kvtier.connectors.vllm.shared.step import DueRequests, prefill_pieces
-from kvtier.connectors.vllm.standalone.unsupported import engine_of
-from kvtier.observe.specs import VLLM_RECORDED_REQUESTS
+from kvtier.connectors.vllm.shared.step import DueRequests, QueuedRequests, prefill_pieces
+from kvtier.connectors.vllm.standalone.settings import engine_of
 from kvtier.tiers.wrappers import Shards
 
 if TYPE_CHECKING:
@@ -134,26 +130,21 @@ class KvtierOffloadingConnector(RecordedConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._loading: dict[int, str] = {}
         self._steps: list[int] = []
-        self._waiting: QueuedRequests | None = None
         self._due = DueRequests.for_config(vllm_config)
         self._is_due = True  # vLLM's half has work for the next step, whichever requests run in it
         self._has_stores = False  # in a rank: that vLLM's half begins in the next step
         self._has_ended = False  # in a rank: vLLM's half may have something to report
         self._has_news = True  # statistics or events, in the scheduler's process
-        self._counts_media = counts_media(vllm_config)
-        if self.connector_scheduler and self._manager.cache.learns:
-            config = self.scheduler.config
-            group = config.kv_group_configs[0]
-            hashes_per_block = group.tokens_per_chunk // config.tokens_per_hash
-            self._waiting = QueuedRequests(
-                hashes_per_block, group.group_idx, self._manager.cache.wait
-            )
-        if self.connector_scheduler and self._manager.has_storage:
-            with off_compute_cores():
-                weights.settle(self._manager.names, vllm_config)
-        if self.connector_scheduler:
-            self._adapters = adapters_of(vllm_config, self._manager.has_storage)
-            new_weights.watch(self)
+        if not self.connector_scheduler:
+            return
+        cache, config = self._manager.cache, self.scheduler.config
+        group = config.kv_group_configs[0]
+        self._queued = QueuedRequests(
+            group.tokens_per_chunk // config.tokens_per_hash,
+            group.group_idx,
+            cache.wait if cache.learns else None,
+        )
+        self._adapters = begin_serving(self, self._manager, vllm_config)
 
     # -- in the scheduler's process ----------------------------------------------------------------
 
@@ -164,11 +155,10 @@ class KvtierOffloadingConnector(RecordedConnector):
         return manager
 
     def on_new_request(self, request: Request) -> None:
-        keyed, scope, adapter = self._adapters.begin(request, self._counts_media)
+        keyed, scope = self._adapters.begin(request)
         super().on_new_request(keyed)
-        if self._waiting is not None:
-            self._waiting.on_queued(keyed)
-        self._manager.state_of(request.request_id).keeping = Keeping(scope, adapter)
+        self._queued.on_queued(keyed)
+        self._manager.state_of(request.request_id).scope = scope
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -200,10 +190,9 @@ class KvtierOffloadingConnector(RecordedConnector):
         if due is not None:
             self._is_due, self._has_news = False, True
             theirs = super().build_connector_meta(due)
-        if self._waiting is not None:
-            for each in scheduler_output.scheduled_new_reqs:
-                self._waiting.on_dequeued(each.req_id)
-            self._waiting.end_step()
+        for new in scheduler_output.scheduled_new_reqs:
+            self._queued.on_dequeued(new.req_id)
+        self._queued.end_step()
         orders = self._manager.take_orders()
         computes = bool(scheduler_output.num_scheduled_tokens)
         if due is None and computes and not orders:
@@ -231,8 +220,7 @@ class KvtierOffloadingConnector(RecordedConnector):
 
     def _goes(self, request: Request) -> None:
         self._has_news = True
-        if self._waiting is not None:
-            self._waiting.on_dequeued(request.request_id)
+        self._queued.on_dequeued(request.request_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -259,14 +247,12 @@ class KvtierOffloadingConnector(RecordedConnector):
             status = scheduler._req_status.get(job.req_id) if job.is_store else None
             state = status and status.req_context.get_state(RequestState)
             if state is not None:
-                state.keeping.doubts |= Doubt.PAGES
+                state.scope.doubts |= Doubt.PAGES
 
     def reset_cache(self) -> bool | None:
-        """Empty all tiers; in a pause that leaves the weights as they are, none of them."""
         self._is_due = self._has_news = True
-        with self._manager.keeping(new_weights.NEW_WEIGHTS.keep()):
-            is_done: bool | None = super().reset_cache()
-            return is_done
+        is_done: bool | None = super().reset_cache()
+        return is_done
 
     def reset_for_weights(self) -> None:
         """Empty all tiers: other weights are in memory."""
@@ -284,8 +270,7 @@ class KvtierOffloadingConnector(RecordedConnector):
         if self.connector_scheduler is None or not self._has_news:
             return None
         if self._recording is not None:
-            for outcome, num in self._recording.take().items():
-                self._manager.counts.add(VLLM_RECORDED_REQUESTS, num, outcome)
+            self._recording.count_into(self._manager.counts)
         return super().get_kv_connector_stats()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -300,20 +285,18 @@ class KvtierOffloadingConnector(RecordedConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register KV caches as vLLM or the platform does; split K and V if neither does."""
-        self._register(kv_caches)
-        self._worker.watch_weights(model_of_caller())
-
-    def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        worker = self.connector_worker
-        spec, groups = self._spec, [group.group_id for group in self._spec.config.groups]
+        worker, spec = self.connector_worker, self._spec
+        groups = [group.group_id for group in spec.config.groups]
         if spec.sizes.facts.any_size:
             spec.cut = self._cut(kv_caches, groups)
+        split = None
         if type(worker) is OffloadingConnectorWorker:
             split = split_caches(kv_caches, worker.kv_cache_config, groups)
-            if split is not None:
-                worker._init_worker(split)
-                return
-        super().register_kv_caches(kv_caches)
+        if split is None:
+            super().register_kv_caches(kv_caches)
+        else:
+            worker._init_worker(split)
+        self._worker.watch_weights(model_of_caller())
 
     def _cut(
         self, kv_caches: dict[str, torch.Tensor], groups: Sequence[int]
@@ -338,19 +321,24 @@ class KvtierOffloadingConnector(RecordedConnector):
         assert isinstance(self.connector_worker.worker, OffloadedPages), "another spec's worker"
         return self.connector_worker.worker
 
+    @property
+    def _step(self) -> TierMetadata:
+        meta = self._connector_metadata
+        assert isinstance(meta, TierMetadata), f"metadata of another connector: {type(meta)}"
+        return meta
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if kv_connector_metadata is not NOTHING or self._has_stores:
             super().handle_preemptions(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
-        meta = self._connector_metadata
+        meta = self._step
         if meta is NOTHING and not self._has_stores:
             return
         if meta is not NOTHING:
             self._worker.note_weights(meta.weights)
         super().start_load_kv(forward_context, **kwargs)
         self._has_stores = False
-        assert isinstance(meta, TierMetadata), f"metadata of another connector: {type(meta)}"
         self._loading.update((job_id, job.req_id) for job_id, job in meta.load_jobs.items())
         if meta.step is not None:
             self._steps.append(meta.step)
@@ -360,10 +348,9 @@ class KvtierOffloadingConnector(RecordedConnector):
             self._worker.rest()
 
     def wait_for_save(self) -> None:
-        meta = self._connector_metadata
+        meta = self._step
         if meta is not NOTHING:
             super().wait_for_save()
-            assert isinstance(meta, TierMetadata), f"metadata of another connector: {type(meta)}"
             self._has_stores, self._has_ended = bool(meta.store_jobs), True
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -371,9 +358,8 @@ class KvtierOffloadingConnector(RecordedConnector):
 
         vLLM 0.30 queues the step's stores here, later versions in ``wait_for_save``.
         """
-        meta = self._connector_metadata
+        meta = self._step
         if meta is not NOTHING:
-            assert isinstance(meta, TierMetadata), f"metadata of another connector: {type(meta)}"
             self._has_stores |= bool(meta.store_jobs)
         elif not self._worker.job_ids:
             return KVConnectorTransferResults()

@@ -24,8 +24,8 @@ from kvtier.cache.block_cache import BlockState, Reserved
 from kvtier.connectors.vllm.offloading.stats import stats_of
 from kvtier.connectors.vllm.offloading.translation import HostSlots, request_of, source_of
 from kvtier.connectors.vllm.shared.copies import BlockSlots
-from kvtier.connectors.vllm.shared.limits import kind_of
 from kvtier.connectors.vllm.shared.manager import TierManager
+from kvtier.connectors.vllm.shared.prompt import kind_of
 from kvtier.connectors.vllm.shared.request_state import RequestState
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec, ReqContext
 
 import kvtier.connectors.vllm.offloading.positions  # noqa: F401 - of blocks, before vLLM 0.31
 from kvtier.connectors.vllm.shared.copies import BlockSlots
-from kvtier.connectors.vllm.shared.engine_facts import EngineFacts, GroupFacts
+from kvtier.connectors.vllm.shared.names import EngineFacts, GroupFacts
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks
 from kvtier.core.types import DISK, HOST
 

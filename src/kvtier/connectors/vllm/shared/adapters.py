@@ -12,12 +12,11 @@ compared whenever KV is looked up or stored: in between vLLM can only have read 
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -27,7 +26,8 @@ from blake3 import blake3
 from kvtier.connectors.common.weights import find_files
 from kvtier.connectors.vllm.shared import weights
 from kvtier.connectors.vllm.shared.cores import off_compute_cores
-from kvtier.connectors.vllm.shared.key_scope import KeyScope, scope_of
+from kvtier.connectors.vllm.shared.key_scope import KeyScope, counts_media, scope_of
+from kvtier.connectors.vllm.shared.new_weights import hook
 from kvtier.identity import GRAIN_NS, Basis, Identification
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 SMALL_BYTES = 256 << 20
 """An adapter of up to this size is read at once, on the scheduler's thread, just before vLLM reads
 the same files there."""
-HOOKED = ("add_lora", "remove_lora")
 
 
 class AdapterLoad:
@@ -123,11 +122,15 @@ class Adapters:
     Args:
         reads_files: KV goes to storage, so adapters have to be known by their content.
         traits: what decides on their KV beside their files.
+        counts_media: whether vLLM names media by a counter.
     """
 
-    def __init__(self, reads_files: bool = False, traits: str = "") -> None:
+    def __init__(
+        self, reads_files: bool = False, traits: str = "", counts_media: bool = False
+    ) -> None:
         self._reads_files = reads_files
         self._traits = traits
+        self._counts_media = counts_media
         self._loads: dict[int, AdapterLoad] = {}
         self._num_loads: Counter[tuple[str, str]] = Counter()
 
@@ -158,28 +161,22 @@ class Adapters:
             self._num_loads[name] += 1
         return load
 
-    def begin(
-        self, request: Request, counts_media: bool
-    ) -> tuple[Any, KeyScope, AdapterLoad | None]:
-        """Begin a request of vLLM's.
-
-        counts_media: see ``counts_media``.
-
-        Returns:
-            The request with the keys to use, their scope, and the load of its adapter.
-        """
+    def begin(self, request: Request) -> tuple[Any, KeyScope]:
+        """Return a new request of vLLM's with the keys to use, and their scope."""
         if request.lora_request is None:
-            return request, scope_of(request, counts_media), None
+            return request, scope_of(request, self._counts_media)
         load = self.load_of(request.lora_request)
         ours, names_adapter = keyed(request, load)
-        return ours, scope_of(request, counts_media, names_adapter), load
+        scope = scope_of(request, self._counts_media, names_adapter)
+        scope.adapter = load
+        return ours, scope
 
 
 def adapters_of(config: VllmConfig, has_storage: bool) -> Adapters:
     """Return the adapters of this process's scheduler, hooked into its engine core."""
     if config.lora_config is None:
-        return Adapters()
-    made = Adapters(has_storage, weights.adapter_traits(config))
+        return Adapters(counts_media=counts_media(config))
+    made = Adapters(has_storage, weights.adapter_traits(config), counts_media(config))
     watch(made)
     return made
 
@@ -244,25 +241,19 @@ def watch(adapters: Adapters) -> None:
 
     WATCHING.add(adapters)
     if not hasattr(EngineCore.add_lora, "__wrapped__"):
-        _hook(EngineCore)
+        hook(EngineCore, "add_lora", _add, 1)
+        hook(EngineCore, "remove_lora", _remove, 1)
 
 
-def _hook(core: type[EngineCore]) -> None:
-    add, remove = (getattr(core, name) for name in HOOKED)
+def _add(core: EngineCore, adapter: LoRARequest, call: Callable[[], Any]) -> Any:
+    for adapters in list(WATCHING):
+        adapters.before_load(adapter)
+    return call()
 
-    @functools.wraps(add)
-    def add_hooked(self: EngineCore, lora_request: LoRARequest) -> Any:
-        for each in list(WATCHING):
-            each.before_load(lora_request)
-        return add(self, lora_request)
 
-    @functools.wraps(remove)
-    def remove_hooked(self: EngineCore, lora_id: int) -> Any:
-        try:
-            return remove(self, lora_id)
-        finally:
-            for each in list(WATCHING):
-                each.after_removal(lora_id)
-
-    for name, hooked in zip(HOOKED, (add_hooked, remove_hooked), strict=True):
-        setattr(core, name, hooked)
+def _remove(core: EngineCore, number: int, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    finally:
+        for adapters in list(WATCHING):
+            adapters.after_removal(number)

@@ -6,15 +6,16 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import vllm
 
 from kvtier.cache.transfer.ranks import RankMover
+from kvtier.connectors.vllm.shared import new_weights, weights
+from kvtier.connectors.vllm.shared.adapters import Adapters, adapters_of
 from kvtier.connectors.vllm.shared.cores import off_compute_cores
-from kvtier.connectors.vllm.shared.engine_facts import EngineFacts
 from kvtier.connectors.vllm.shared.manager import TierManager
-from kvtier.connectors.vllm.shared.names import VllmNames, rank_layout
+from kvtier.connectors.vllm.shared.names import EngineFacts, VllmNames, rank_layout
 from kvtier.connectors.vllm.shared.prompt import Shape
 from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.connectors.vllm.shared.tiers import EngineTiers, node_tiers, rank_tiers
@@ -29,6 +30,9 @@ from kvtier.tiers import StorageFacts
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.row import storage_names
 from kvtier.tiers.wrappers import Shards
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 Manager = TypeVar("Manager", bound=TierManager)
 Worker = TypeVar("Worker", bound=TierWorker)
@@ -57,7 +61,12 @@ class Sizes:
         )
         host_bytes = 0 if self.settings.node else self.settings.host_bytes
         self.num_slots = self._num_slots_in("host_capacity", host_bytes)
-        self._check_host()
+        total, limited_by = total_bytes()  # before tables of that many slots are made
+        if self.num_slots * self.slot_bytes > total:
+            raise self.settings.wrong(
+                f"host_capacity: {self.settings.host_capacity!r} is more than the "
+                f"{total / 2**30:.1f} GiB that are there ({limited_by}); lower it"
+            )
         self.num_disk_slots = self._num_slots_in("disk_capacity", self.settings.disk_bytes)
         store_bytes = self.settings.store_bytes if self.settings.stores else 0
         self.num_store_slots = self._num_slots_in("storage_capacity", store_bytes)
@@ -72,15 +81,6 @@ class Sizes:
                 f"of {self.facts.num_shards} ranks; raise it"
             )
         return num_slots
-
-    def _check_host(self) -> None:
-        """Refuse more host memory than there is, before tables of that many slots are made."""
-        total, limited_by = total_bytes()
-        if self.num_slots * self.slot_bytes > total:
-            raise self.settings.wrong(
-                f"host_capacity: {self.settings.host_capacity!r} is more than the "
-                f"{total / 2**30:.1f} GiB that are there ({limited_by}); lower it"
-            )
 
     def _find_direct(self) -> Direct:
         """Whether blocks may go directly from the disk to vLLM's memory.
@@ -181,7 +181,8 @@ class Sizes:
             self.num_slots,
             self._disk_options(),
             settings.bytes_per_s // facts.num_shards,
-            self._shared_file(),
+            # The ranks share host memory where one of them stores for all.
+            SHARED_MEMORY / f"kvtier-{facts.engine_id}" if facts.is_replicated else None,
             settings.stores if facts.rank < facts.num_shards else (),
             self.num_store_slots * self.slot_bytes,
             facts.num_shards,
@@ -209,15 +210,18 @@ class Sizes:
         It does not depend on the number of replicas, which vLLM gives as 1 for dense models.
         """
         facts = self.facts
-        folder = (
-            f"replica{facts.replica}-rank{facts.rank}" if facts.replica else f"rank{facts.rank}"
-        )
+        folder = f"replica{facts.replica}-" * bool(facts.replica) + f"rank{facts.rank}"
         if facts.any_size:  # the keys of its blocks do not say which part of them it has
             folder += f"-{rank_layout(facts, self.slot_bytes)[:LAYOUT_DIGITS]}"
         return folder
 
-    def _shared_file(self) -> Path | None:
-        """Host memory that the ranks share, where one of them stores for all."""
-        if not self.facts.is_replicated:
-            return None
-        return SHARED_MEMORY / f"kvtier-{self.facts.engine_id}"
+
+def begin_serving(
+    connector: new_weights.Connector, manager: TierManager, config: VllmConfig
+) -> Adapters:
+    """Identify the weights, and have ``connector`` learn of new ones. Return the adapters."""
+    if manager.has_storage:
+        with off_compute_cores():
+            weights.settle(manager.names, config)
+    new_weights.watch(connector)
+    return adapters_of(config, manager.has_storage)

@@ -11,30 +11,62 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from enum import Flag, auto
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+    from kvtier.connectors.vllm.shared.adapters import AdapterLoad
+
 ALL = sys.maxsize
 """Tokens: no limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyScope:
-    """Tiers that may keep a request's blocks, by the prompt token at which a block ends.
+class Doubt(Flag):
+    """Reasons not to keep what was computed for a request."""
 
-    shared: blocks that end at this token or before go to storage, and come from there. kept: blocks
-    that end at this token or before are kept in this process; all others are not kept at all.
+    NONE = 0
+    WEIGHTS = auto()
+    """The device may have KV of it of earlier weights."""
+    ADAPTER = auto()
+    """vLLM may have computed it with another adapter."""
+    PAGES = auto()
+    """Pages that its blocks were copied from may have been wrong."""
+
+
+@dataclass(slots=True)
+class KeyScope:
+    """Decides which of a request's blocks may be kept, and where.
+
+    Attributes:
+        shared: blocks that end at this prompt token or before go to storage, and come from there.
+        kept: blocks that end at this token or before are kept in this process, others nowhere.
+        adapter: the load of the adapter that the request is computed with.
+        doubts: reasons not to keep what was computed.
     """
 
     shared: int = ALL
     kept: int = ALL
+    adapter: AdapterLoad | None = None
+    doubts: Doubt = Doubt.NONE
 
+    def begin_look_up(self, num_computed: int) -> None:
+        """Note that vLLM has found ``num_computed`` tokens in its own pool."""
+        if self.adapter is not None and not self.adapter.keeps(num_computed):
+            self.doubts |= Doubt.ADAPTER
 
-EVERYWHERE = KeyScope()
-NOWHERE = KeyScope(0, 0)
+    @property
+    def is_open(self) -> bool:
+        """Whether any block may be kept: the KV is of the adapter and the weights of now."""
+        return not self.doubts & (Doubt.WEIGHTS | Doubt.ADAPTER)
+
+    def is_computed_right(self) -> bool:
+        """Whether KV is of the tokens and the adapter that its keys name, and of one model."""
+        if self.adapter is not None and not self.adapter.holds():
+            self.doubts |= Doubt.ADAPTER
+        return not self.doubts
 
 
 def scope_of(request: Request, counts_media: bool, names_adapter: bool = False) -> KeyScope:
@@ -50,7 +82,7 @@ def scope_of(request: Request, counts_media: bool, names_adapter: bool = False) 
     if not is_named or request.prompt_embeds is not None or request.resumable:
         return KeyScope(0, _before_media(request, counts_media))
     if not request.mm_features:
-        return EVERYWHERE
+        return KeyScope()
     return KeyScope(_first_media(request), _before_media(request, counts_media))
 
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 
 from kvtier.cache.block_cache import BlockState, Change, Reserved
 from kvtier.cache.transfer.ranks import RankMover, RankOrder, Report
 from kvtier.connectors.vllm.shared.copies import BlockSlots
-from kvtier.connectors.vllm.shared.counts import (
-    Counts,
-    MetricValues,
-    take_values,
-)
+from kvtier.connectors.vllm.shared.counts import Counts, MetricValues, take_values
+from kvtier.connectors.vllm.shared.key_scope import Doubt
 from kvtier.connectors.vllm.shared.names import VllmNames
+from kvtier.connectors.vllm.shared.new_weights import NEW_WEIGHTS
 from kvtier.connectors.vllm.shared.promotion import Promotion
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks, Shape, depth
-from kvtier.connectors.vllm.shared.request_state import Advice, Doubt, RequestState, Way
+from kvtier.connectors.vllm.shared.request_state import Advice, RequestState, Way
 from kvtier.connectors.vllm.shared.tiers import EngineTiers
 from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
 from kvtier.observe import specs
@@ -55,19 +52,14 @@ class TierManager:
         self.cache = tiers.cache
         self._direct_reads = tiers.direct_reads
         self.cache.metrics.keep_observations(specs.SHARED_WITH_VLLM)
-
-        def knows_storage() -> bool:
-            return mover.is_complete
-
         self.promotion = Promotion(
-            self.cache, self._direct_reads, shape, policy, knows_storage, self.counts
+            self.cache, self._direct_reads, shape, policy, lambda: mover.is_complete, self.counts
         )
         self.steps = StepClock(self.cache.costs.observe_prefill)
         self._shape = shape
         self._publishes_events = publishes_events
         self._requests: dict[str, RequestState] = {}
         self._events: list[Change] = []
-        self._keeps = False
         self._reset_at: int | None = None  # the last step before a reset
         self._is_pool_old = False  # vLLM's own prefix cache may have KV of earlier weights
         self.num_new_weights = 0
@@ -91,9 +83,9 @@ class TierManager:
         state = self._requests.pop(request_id, None)
         if state is not None:  # vLLM reports a use only here
             self._begin(state)  # vLLM looks up nothing if its own pool had the whole prompt
-            self._note_declined(state)
-            self.cache.touch(state.in_prompt_order())
-            if state.last_key:
+            self._note_planned(state, ())
+            self.cache.touch(state.request.in_order())
+            if state.request.last_key:
                 self._hint(state.request, at_end=True)
             state.finish()
 
@@ -112,9 +104,9 @@ class TierManager:
         """
         if self.promotion.must_wait(state, num_computed):
             return None
-        is_stale = self._is_pool_old and num_computed > 0
-        others = state.keeping.doubts & ~Doubt.WEIGHTS
-        state.keeping.doubts = others | Doubt.WEIGHTS if is_stale else others
+        state.scope.doubts &= ~Doubt.WEIGHTS
+        if self._is_pool_old and num_computed > 0:
+            state.scope.doubts |= Doubt.WEIGHTS
         while True:
             state.begin_look_up(num_computed)
             found = look_up()
@@ -135,15 +127,13 @@ class TierManager:
         that is read directly from storage.
         """
         request = state.request
-        if state.limit is not None and request.ends.get(key, 0) > state.limit.end:
-            return BlockState.NOWHERE
-        if not state.is_kept(key):
+        if request.ends.get(key, 0) > state.limit or not state.is_kept(key):
             return BlockState.NOWHERE
         place = self._find(key, state)
         (tier,) = self.promotion.sources({key: place})
         if not request.limits.allows(tier):
             return BlockState.NOWHERE
-        if state.patience.given_up is not None and place is not BlockState.MEMORY:
+        if state.given_up is not None and place is not BlockState.MEMORY:
             return BlockState.NOWHERE
         state.lookup.met[key] = place
         if place is BlockState.STORAGE and self.promotion.goes_direct(key, state):
@@ -192,9 +182,7 @@ class TierManager:
             sources = self._direct_reads.read(list(read), direct)
         for tier, num in Counter([*self.cache.origins(memory_keys), *sources]).items():
             self.counts.add(specs.VLLM_LOADED_CHUNKS, num, tier)
-        self.cache.costs.planned(len(keys), 0)  # loaded as it was decided
-        self._note_declined(state)
-        state.used_keys.update(dict.fromkeys(keys))
+        self._note_planned(state, keys)
         held = self.cache.hold(memory_keys)
         return BlockSlots(held.slots, direct, self._mover.take_reads(), held.guard)
 
@@ -209,19 +197,15 @@ class TierManager:
             waited_s = time.monotonic() - since_s
             self.cache.costs.saved(state.lookup.num_computed, end, waited_s)
 
-    def _note_declined(self, state: RequestState) -> None:
-        """Count declined blocks. Of several look-ups of a request the last one counts."""
-        self.cache.costs.planned(0, state.lookup.declined)
-        state.lookup.declined = 0
-        if state.limit is not None:
-            self.cache.costs.planned(0, state.limit.declined)
-            state.limit.declined = 0
+    def _note_planned(self, state: RequestState, loaded_keys: Collection[bytes]) -> None:
+        """Count the blocks that are loaded, and those that are not although they were found."""
+        state.declined.difference_update(loaded_keys)
+        self.cache.costs.planned(len(loaded_keys), len(state.declined))
+        state.declined.clear()
 
     def begin_store(self, keys: Collection[bytes], state: RequestState | None) -> Reserved | None:
         """Reserve slots for those of a request's blocks that are new. None if there is no room."""
-        if state is not None:
-            keys = self._kept(keys, state)
-        return self._reserve(keys, state)
+        return self.cache.reserve(keys if state is None else self._kept(keys, state))
 
     def begin_stores(
         self, wanted: Sequence[tuple[Collection[bytes], RequestState]]
@@ -230,42 +214,33 @@ class TierManager:
 
         wanted: blocks of each request. Returns what ``begin_store`` returns for each.
         """
-        if len(wanted) == 1:
-            return [self.begin_store(*wanted[0])]
-        asked = [(self._kept(keys, state), state) for keys, state in wanted]
-        reserved = self.cache.reserve([key for keys, _ in asked for key in keys])
+        kept = [self._kept(keys, state) for keys, state in wanted]
+        reserved = self.cache.reserve([key for keys in kept for key in keys])
         if reserved is None:  # there may be room for some
-            return [self._reserve(keys, state) for keys, state in asked]
+            return [self.cache.reserve(keys) for keys in kept] if len(kept) > 1 else [None]
         slots = dict(zip(reserved.keys, reserved.slots, strict=True))
         found: list[Reserved | None] = []
-        for keys, state in asked:
+        for keys in kept:
             new_keys = [key for key in keys if key in slots]
-            found.append(
-                Reserved(new_keys, [slots.pop(key) for key in new_keys], [], reserved.guard)
-            )
-            state.used_keys.update(dict.fromkeys(keys))
+            new_slots = [slots.pop(key) for key in new_keys]
+            found.append(Reserved(new_keys, new_slots, [], reserved.guard))
         return found
 
     def _kept(self, keys: Collection[bytes], state: RequestState) -> list[bytes]:
         """Return those of a request's blocks that may be stored, and report them to the policy."""
         keys = [key for key in keys if state.is_kept(key)]
         if self.cache.learns:
-            self._tell(keys, state)
+            self._continue(keys, state)
         return keys
-
-    def _reserve(self, keys: Collection[bytes], state: RequestState | None) -> Reserved | None:
-        reserved = self.cache.reserve(keys)
-        if reserved is not None and state is not None:
-            state.used_keys.update(dict.fromkeys(keys))
-        return reserved
 
     def _begin(self, state: RequestState) -> None:
         """Report the request to the policy, if this is the first time that its blocks matter."""
-        if self.cache.learns and state.last_key is None:
-            keys = [key for key in self._path(state.request) if state.is_kept(key)]
+        request = state.request
+        if self.cache.learns and request.last_key is None:
+            keys = [key for key in self._path(request) if state.is_kept(key)]
             self.cache.on_request(keys)
-            state.last_key = keys[-1] if keys else b""
-            self._hint(state.request, at_end=False)
+            request.last_key = keys[-1] if keys else b""
+            self._hint(request, at_end=False)
 
     def _hint(self, request: RequestBlocks, at_end: bool) -> None:
         hint = request.hint if self._follows_hints else None
@@ -276,35 +251,34 @@ class TierManager:
     def _path(self, request: RequestBlocks) -> list[bytes]:
         return request.path(self._shape.block_sizes[0])
 
-    def _tell(self, keys: Sequence[bytes], state: RequestState) -> None:
-        """Blocks are about to be stored: those of an answer come behind its prompt."""
+    def _continue(self, keys: Sequence[bytes], state: RequestState) -> None:
+        """Report blocks that are about to be stored: those of an answer come behind its prompt."""
         self._begin(state)
-        last_key = state.last_key
-        if not last_key:
+        request = state.request
+        if not request.last_key:
             return
-        end_of = state.request.ends.get
-        ends, last_end = {key: end_of(key, 0) for key in keys}, end_of(last_key, 0)
+        ends = {key: request.ends.get(key, 0) for key in keys}
+        last_end = request.ends.get(request.last_key, 0)
         new_keys = sorted((key for key in keys if ends[key] > last_end), key=ends.__getitem__)
         if new_keys:
-            self.cache.continues(new_keys, last_key)
-            state.last_key = new_keys[-1]
+            self.cache.continues(new_keys, request.last_key)
+            request.last_key = new_keys[-1]
 
     def end_store(
         self, keys: Collection[bytes], state: RequestState | None, success: bool = True
     ) -> None:
         """Note that a request's blocks are in their slots, or that they were not copied."""
-        if not success or (state is not None and not state.keeping.is_computed_right()):
+        if not success or (state is not None and not state.scope.is_computed_right()):
             self.cache.abort(keys)
             return
         ends = {} if state is None else state.request.ends
         keys = sorted(keys, key=lambda key: ends.get(key, 0))
-        shared_keys = [key for key in keys if state is None or state.is_shared(key)]
-        own_keys = [key for key in keys if state is not None and not state.is_shared(key)]
         block_size = min(self._shape.block_sizes)
-        for keys, to_storage in ((shared_keys, True), (own_keys, False)):
-            if keys:
-                depths = [depth(ends.get(key, 0), block_size) for key in keys]
-                self.cache.commit(keys, depths, to_storage=to_storage)
+        for to_storage in (True, False):
+            some = [key for key in keys if (state is None or state.is_shared(key)) == to_storage]
+            if some:
+                depths = [depth(ends.get(key, 0), block_size) for key in some]
+                self.cache.commit(some, depths, to_storage=to_storage)
 
     def take_changes(self) -> list[Change]:
         """Return the blocks that entered and left tiers, if events are published."""
@@ -324,20 +298,10 @@ class TierManager:
     def has_pending_work(self) -> bool:
         return self.cache.is_busy or self._mover.is_busy or not self._mover.is_complete
 
-    @contextmanager
-    def keeping(self, keeps: bool) -> Iterator[None]:
-        """If ``keeps``, a reset meanwhile leaves what is in the tiers.
-
-        The weights are the same.
-        """
-        self._keeps = keeps
-        try:
-            yield
-        finally:
-            self._keeps = False
-
     def reset_cache(self) -> None:
-        if self._keeps:
+        """Empty all tiers; in a pause that leaves the weights as they are, none of them."""
+        keeps = NEW_WEIGHTS.is_pausing
+        if keeps:
             logger.info("the engine pauses with its weights: KV outside the device is kept")
             self.cache.end_copies()
         else:
@@ -350,7 +314,7 @@ class TierManager:
             self._is_pool_old = True
         self._reset_at = self.steps.last
         for state in self._requests.values():
-            state.reset(has_new_weights=not self._keeps)
+            state.reset(has_new_weights=not keeps)
 
     def pool_was_emptied(self) -> None:
         """Note that vLLM's own prefix cache has nothing left, nor have requests any pages."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
@@ -27,43 +28,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAVE_WEIGHTS = frozenset(
-    {
-        "check_health",
-        "checkpoint_prepare",
-        "checkpoint_restore",
-        "compute_weight_checksums",
-        "get_encoder_timing_stats",
-        "get_model_inspection",
-        "init_weight_transfer_engine",
-        "list_loras",
-        "profile",
-        "save_sharded_state",
-        "save_tensorized_model",
-        "shutdown_weight_transfer_engine",
-        "synchronize_device",
-        "update_max_model_len",
-    }
-)
+LEAVE_WEIGHTS = frozenset({
+    "check_health", "checkpoint_prepare", "checkpoint_restore", "compute_weight_checksums",
+    "get_encoder_timing_stats", "get_model_inspection", "init_weight_transfer_engine", "list_loras",
+    "profile", "save_sharded_state", "save_tensorized_model", "shutdown_weight_transfer_engine",
+    "synchronize_device", "update_max_model_len",
+})  # fmt: skip
 """Calls of vLLM's own into the ranks that replace no weights."""
-REPLACE_WEIGHTS = frozenset(
-    {
-        "discard",
-        "finish_weight_update",
-        "load_model",
-        "reload_weights",
-        "reset_weights",
-        "sleep",
-        "start_draft_weight_update",
-        "start_weight_update",
-        "update_weights",
-        "wake_up",
-    }
-)
+REPLACE_WEIGHTS = frozenset({
+    "discard", "finish_weight_update", "load_model", "reload_weights", "reset_weights", "sleep",
+    "start_draft_weight_update", "start_weight_update", "update_weights", "wake_up",
+})  # fmt: skip
 """Calls of vLLM's own into the ranks after which weights are others, or can't be read."""
 EXECUTORS = ("mp", "uni")
 """Executors whose ranks only the engine core can call."""
-HOOKED = ("reset_prefix_cache", "_reset_caches", "sleep", "collective_rpc")
 
 
 class Connector(Protocol):
@@ -77,36 +55,42 @@ class Connector(Protocol):
 
 
 class NewWeights:
-    """State of one engine core: whether it is pausing. Used on the engine core's thread."""
+    """State of one engine core. Used on the engine core's thread.
+
+    Attributes:
+        is_pausing: the reset that is under way is a part of a pause, and leaves the weights alone.
+    """
 
     def __init__(self) -> None:
+        self.is_pausing = False
         self._connectors: WeakSet[Connector] = WeakSet()
-        self._is_pausing = False
         self._replacing = set(REPLACE_WEIGHTS)
 
     def watch(self, connector: Connector) -> None:
         """Notify ``connector`` of new weights from now on."""
         self._connectors.add(connector)
 
-    def keep(self) -> bool:
-        """Return whether the reset that is under way leaves the weights as they are."""
-        return self._is_pausing
-
-    def reset_caches(self, core: EngineCore, reset: Callable[[], Any]) -> Any:
+    def reset_caches(self, core: EngineCore, call: Callable[[], Any]) -> Any:
         """Run the reset that is a part of a pause."""
-        self._is_pausing = _is_closed(core)
+        self.is_pausing = _is_closed(core)
         try:
-            return reset()
+            return call()
         finally:
-            self._is_pausing = False
+            self.is_pausing = False
 
-    def reset_pool(self, reset: Callable[[], bool]) -> bool:
+    def reset_pool(self, core: EngineCore, call: Callable[[], bool]) -> bool:
         """Run a reset of vLLM's own prefix cache."""
-        is_empty = reset()
+        is_empty = call()
         if is_empty:
             for connector in list(self._connectors):
                 connector.pool_was_emptied()
         return is_empty
+
+    def sleep(self, core: EngineCore, level: int, call: Callable[[], Any]) -> Any:
+        """Put the engine to sleep. At level 2 its weights are lost."""
+        if level > 1:
+            self.tell(f"a sleep of level {level}")
+        return call()
 
     def call_ranks(self, core: EngineCore, method: object, call: Callable[[], Any]) -> Any:
         """Run a call into the ranks, and notify connectors if it may have replaced the weights."""
@@ -142,51 +126,31 @@ def watch(connector: Connector) -> None:
     NEW_WEIGHTS.watch(connector)
     if hasattr(EngineCore.collective_rpc, "__wrapped__"):
         return
-    hooks = {
-        "reset_prefix_cache": _reset_prefix_cache,
-        "_reset_caches": _reset_caches,
-        "sleep": _sleep,
-        "collective_rpc": _collective_rpc,
-    }
-    for name, hook in hooks.items():
-        if hasattr(EngineCore, name):
-            setattr(EngineCore, name, hook(getattr(EngineCore, name)))
-        else:
-            logger.info("this vLLM's engine core has no %s: each reset empties tiers", name)
+    hook(EngineCore, "reset_prefix_cache", NEW_WEIGHTS.reset_pool)
+    hook(EngineCore, "_reset_caches", NEW_WEIGHTS.reset_caches)
+    hook(EngineCore, "sleep", NEW_WEIGHTS.sleep, 1)
+    hook(EngineCore, "collective_rpc", NEW_WEIGHTS.call_ranks, 1)
 
 
-def _reset_prefix_cache(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def hook(core: type[EngineCore], name: str, ours: Callable[..., Any], num_taken: int = 0) -> None:
+    """Replace a method of vLLM's by ``ours``.
+
+    It gets the engine core, the first ``num_taken`` arguments, and a function that calls vLLM's.
+    """
+    theirs = getattr(core, name, None)
+    if theirs is None:
+        logger.info("this vLLM's engine core has no %s: each reset empties tiers", name)
+        return
+    parameters = signature(theirs)
+
     @functools.wraps(theirs)
     def hooked(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
-        return NEW_WEIGHTS.reset_pool(lambda: theirs(self, *args, **kwargs))
+        given = parameters.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        taken = given.args[1 : 1 + num_taken]
+        return ours(self, *taken, lambda: theirs(self, *args, **kwargs))
 
-    return hooked
-
-
-def _reset_caches(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def hooked(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
-        return NEW_WEIGHTS.reset_caches(self, lambda: theirs(self, *args, **kwargs))
-
-    return hooked
-
-
-def _sleep(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def hooked(self: EngineCore, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        if level > 1:
-            NEW_WEIGHTS.tell(f"a sleep of level {level}")
-        return theirs(self, level, *args, **kwargs)
-
-    return hooked
-
-
-def _collective_rpc(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def hooked(self: EngineCore, method: Any, *args: Any, **kwargs: Any) -> Any:
-        return NEW_WEIGHTS.call_ranks(self, method, lambda: theirs(self, method, *args, **kwargs))
-
-    return hooked
+    setattr(core, name, hooked)
 
 
 def _digests(core: EngineCore) -> list[bytes] | None:

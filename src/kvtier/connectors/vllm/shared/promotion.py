@@ -20,7 +20,7 @@ from kvtier.cache.direct import DirectReads
 from kvtier.cache.waiters import Signal
 from kvtier.connectors.vllm.shared.counts import Counts
 from kvtier.connectors.vllm.shared.prompt import Shape
-from kvtier.connectors.vllm.shared.request_state import Advice, Limit, RequestState, Way
+from kvtier.connectors.vllm.shared.request_state import Advice, RequestState, Way
 from kvtier.core.errors import printable
 from kvtier.core.types import HOST, Direct, LoadPolicy
 from kvtier.observe.specs import VLLM_IMPATIENT_REQUESTS, VLLM_RECOMPUTED_CHUNKS
@@ -129,29 +129,24 @@ class Promotion:
     # -- to wait or not ----------------------------------------------------------------------------
 
     def must_wait(self, state: RequestState, first: int) -> bool:
-        """Return whether a request goes on waiting. Otherwise its wait is forgotten.
+        """Return whether a request goes on waiting.
 
         It is looked up again once the device has other tokens of it than when it began to wait.
+
         first: tokens that the device has.
         """
-        wait = state.patience.wait
-        if wait is None:
-            return False
-        if first == state.lookup.num_computed and wait.state(self._clock()) is not OVER:
-            return True
-        state.end_wait()
-        return False
+        wait, is_same = state.wait, first == state.lookup.num_computed
+        return wait is not None and is_same and wait.state(self._clock()) is not OVER
 
     def advise(self, state: RequestState, first: int, num_tokens: int) -> Advice:
         """Translate the decision on a request, and begin to promote the blocks that it waits for.
 
         first: tokens that it has already. num_tokens: of its prompt.
         """
-        patience = state.patience
-        if patience.given_up is not None:
+        if state.given_up is not None:
             return Advice.COMPUTE
         now_s = self._clock()
-        patience.since_s = patience.since_s or now_s
+        state.since_s = state.since_s or now_s
         stored_keys = state.to_promote()
         promoted_keys = {key for key, way in state.ways.items() if way is Way.PROMOTED}
         ends = state.ends()
@@ -159,9 +154,10 @@ class Promotion:
         decision = decide(
             found,
             Waited(
-                patience.since_s,
+                state.since_s,
                 has_failed=not promoted_keys.isdisjoint(stored_keys),
-                is_weighed=state.is_ready(ends) or (bool(promoted_keys) and not stored_keys),
+                is_weighed=state.num_ready(ends) == len(ends)
+                or (bool(promoted_keys) and not stored_keys),
             ),
             self._cache.cost_snapshot,
             now_s,
@@ -172,8 +168,8 @@ class Promotion:
         if decision.given_up is GivenUp.OVERDUE:
             self._counts.add(VLLM_IMPATIENT_REQUESTS, 1)
         end = decision.end if isinstance(decision, LoadUpTo) else first
-        if decision.given_up is not None or (state.limit is not None and state.limit.end <= end):
-            patience.given_up = decision.given_up or GivenUp.NOTHING_NEW
+        if decision.given_up is not None or state.limit <= end:
+            state.given_up = decision.given_up or GivenUp.NOTHING_NEW
             return Advice.LOOK_AGAIN
         return self._look_up_to(state, ends, end)
 
@@ -210,17 +206,18 @@ class Promotion:
 
     def _look_up_to(self, state: RequestState, ends: Mapping[bytes, int], limit: int) -> Advice:
         """Have the request look again, and meet no block that ends beyond ``limit``."""
-        state.limit = Limit(limit, self._decline(state, ends, limit))
+        state.limit = limit
+        self._decline(state, ends, limit)
         return Advice.LOOK_AGAIN
 
-    def _decline(self, state: RequestState, ends: Mapping[bytes, int], limit: int) -> int:
-        """Count the blocks that end beyond ``limit``, and probe the storage that has them."""
+    def _decline(self, state: RequestState, ends: Mapping[bytes, int], limit: int) -> None:
+        """Note the blocks that end beyond ``limit``, and probe the storage that has them."""
         keys = [key for key, end in ends.items() if end > limit]
         self._counts.add(VLLM_RECOMPUTED_CHUNKS, len(keys))
+        state.declined.update(keys)
         stored_keys = [key for key in keys if state.lookup.met[key] is BlockState.STORAGE]
         if stored_keys:
             self._cache.probe(stored_keys)
-        return len(keys)
 
     def _wait(self, state: RequestState, until_s: float) -> None:
         """Note what a request waits for.
@@ -252,10 +249,8 @@ class Promotion:
     ) -> int:
         """Return how many of ``found`` tokens in host memory, after the ``first`` ones, to load."""
         now_s = self._clock()
-        patience = state.patience
-        if patience.since_s is not None:
-            patience.waited_s = now_s - patience.since_s
-        patience.since_s = None
+        if state.since_s is not None:
+            state.lookup.waited_s, state.since_s = now_s - state.since_s, None
         ends = state.ends()
         blocks = self._found(state, ends, first, num_tokens, is_pending=False)
         decision = decide(
@@ -270,7 +265,7 @@ class Promotion:
         if not blocks.reachable or limit >= blocks.reachable[-1]:
             return found
         worth = min(found, max(0, limit - first))
-        state.lookup.declined = self._decline(state, ends, first + worth)
+        self._decline(state, ends, first + worth)
         return worth
 
     def _logs_decision(self, state: RequestState) -> Tell | None:
@@ -303,10 +298,11 @@ class Promotion:
         if not block_size:
             reachable = reachable and [max(reachable)]
         ready = reachable
-        if is_pending and state.is_ready(ends):
-            ready, reachable = [], [max(reachable, default=num_tokens)]
-        elif is_pending:
-            ready = reachable[: state.num_ready(ends)] if block_size else []
+        if is_pending:
+            num_ready = state.num_ready(ends)
+            ready = reachable[:num_ready] if block_size else []
+            if num_ready == len(ends):
+                ready, reachable = [], [max(reachable, default=num_tokens)]
 
         met = state.lookup.met
 

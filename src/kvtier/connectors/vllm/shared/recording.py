@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 from kvtier.connectors.common.recording import open_recorder, outcome, record_tokens
 from kvtier.connectors.vllm.shared.cores import off_compute_cores
+from kvtier.connectors.vllm.shared.counts import Counts
 from kvtier.connectors.vllm.shared.settings import VllmSettings
+from kvtier.observe.specs import VLLM_RECORDED_REQUESTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,11 +91,12 @@ class RequestRecording:
         with self._recorded_lock:
             self._recorded[outcome(written)] += 1
 
-    def take(self) -> Mapping[str, int]:
-        """Return how many requests had each outcome since the last call."""
+    def count_into(self, counts: Counts) -> None:
+        """Count the outcomes of requests since the last call."""
         with self._recorded_lock:
             recorded, self._recorded = self._recorded, Counter()
-        return recorded
+        for name, num in recorded.items():
+            counts.add(VLLM_RECORDED_REQUESTS, num, name)
 
     def close(self) -> None:
         if self._recorder is not None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, Flag, auto
+from enum import Enum
 from typing import ClassVar
 
 from kvtier.cache.block_cache import BlockState
-from kvtier.connectors.vllm.shared.adapters import AdapterLoad
-from kvtier.connectors.vllm.shared.key_scope import ALL, EVERYWHERE, NOWHERE, KeyScope
+from kvtier.connectors.vllm.shared.key_scope import ALL, Doubt, KeyScope
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks
 from kvtier.core.errors import printable
 from kvtier.plan.decide import Awaited, GivenUp, Wait
@@ -60,84 +59,23 @@ class Way(Enum):
     """It was read directly, and is not in host memory."""
 
 
-class Doubt(Flag):
-    """Reasons not to keep what was computed for a request."""
-
-    NONE = 0
-    WEIGHTS = auto()
-    """The device may have KV of it of earlier weights."""
-    PAGES = auto()
-    """Pages that its blocks were copied from may have been wrong."""
-
-
-@dataclass(slots=True)
-class Keeping:
-    """Decides which of a request's blocks may be kept, and where.
-
-    Attributes:
-        scope: tiers that may keep its blocks.
-        adapter: that it is computed with.
-        doubts: reasons not to keep what was computed.
-    """
-
-    scope: KeyScope = EVERYWHERE
-    adapter: AdapterLoad | None = None
-    doubts: Doubt = Doubt.NONE
-
-    def begin_look_up(self, num_computed: int) -> None:
-        """Note that vLLM has found ``num_computed`` tokens in its own pool."""
-        if self.adapter is not None and not self.adapter.keeps(num_computed):
-            self.scope = NOWHERE
-
-    def is_computed_right(self) -> bool:
-        """Whether KV is of the tokens and the adapter that its keys name, and of one model."""
-        if self.adapter is not None and not self.adapter.holds():
-            self.scope = NOWHERE
-        return self.scope is not NOWHERE and not self.doubts
-
-
 @dataclass(slots=True)
 class LookUp:
     """A look-up of a request's blocks.
 
     Attributes:
         num_computed: tokens that the device had.
+        waited_s: how long the request has waited until its blocks were ready.
         found: state of each block behind these tokens; None before vLLM's first query.
         answers: look-ups in stores that are worth waiting for.
         met: states of the blocks that vLLM has queried, in that order.
-        declined: blocks in memory that are recomputed, because loading would take longer.
     """
 
     num_computed: int = 0
+    waited_s: float = 0.0
     found: dict[bytes, BlockState] | None = None
     answers: Sequence[Awaited] = ()
     met: dict[bytes, BlockState] = field(default_factory=dict)
-    declined: int = 0
-
-
-@dataclass(slots=True)
-class Patience:
-    """Time that a request has waited for its blocks, and what it waits for.
-
-    Attributes:
-        since_s: when it began to wait; None if it does not.
-        waited_s: how long it has waited, when the wait was over.
-        given_up: why it waits no more, and takes only what is ready.
-        wait: what it waits for in the phase ``WAITING``.
-    """
-
-    since_s: float | None = None
-    waited_s: float = 0.0
-    given_up: GivenUp | None = None
-    wait: Wait | None = None
-
-
-@dataclass(slots=True)
-class Limit:
-    """No block that ends beyond token ``end`` is loaded. declined: blocks that were found there."""
-
-    end: int
-    declined: int = 0
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -149,43 +87,37 @@ class RequestState:
 
     request: RequestBlocks
     """Its blocks, and what its client asked for."""
-    keeping: Keeping = field(default_factory=Keeping)
+    scope: KeyScope = field(default_factory=KeyScope)
     """Decides which blocks may be kept."""
     phase: Phase = Phase.NEW
     """Phase between arrival and end."""
     lookup: LookUp = field(default_factory=LookUp)
     """Its last look-up."""
-    patience: Patience = field(default_factory=Patience)
-    """Time that was spent waiting, and the reason to wait no more."""
+    wait: Wait | None = None
+    """Its wait in the phase ``WAITING``."""
+    since_s: float | None = None
+    """When it began to wait for its blocks, or for the load in the phase ``LOADING``."""
+    given_up: GivenUp | None = None
+    """Why it waits no more, and takes only what is in memory."""
     ways: dict[bytes, Way] = field(default_factory=dict)
     """Way of each block in storage to the device."""
-    limit: Limit | None = None
-    """The token behind which nothing is loaded; None for no limit."""
-    load_since_s: float | None = None
-    """When it began to wait for the load in the phase ``LOADING``; None for a forgotten load."""
-    used_keys: dict[bytes, None] = field(default_factory=dict)
-    """Blocks that were loaded or stored for it."""
-    last_key: bytes | None = None
-    """The last block that the eviction policy knows of; None before it knows of any."""
+    limit: int = ALL
+    """No block that ends beyond this token is loaded."""
+    declined: set[bytes] = field(default_factory=set)
+    """Blocks that were found but are recomputed, because loading would take longer."""
 
     # -- phases ------------------------------------------------------------------------------------
 
     def begin_look_up(self, num_computed: int) -> None:
         """Begin a look-up of its blocks behind so many tokens, which the device has."""
         self._enter(Phase.LOOKING_UP)
-        self.patience.wait = self.load_since_s = None
-        self.lookup = LookUp(num_computed)
-        self.keeping.begin_look_up(num_computed)
+        self.lookup = LookUp(num_computed, self.lookup.waited_s)
+        self.scope.begin_look_up(num_computed)
 
     def begin_wait(self, wait: Wait) -> None:
         """Wait until ``wait`` is over."""
         self._enter(Phase.WAITING)
-        self.patience.wait = wait
-
-    def end_wait(self) -> None:
-        """End the wait: it is looked up next."""
-        self._enter(Phase.LOOKING_UP)
-        self.patience.wait = None
+        self.wait = wait
 
     def begin_load(self, keys: Collection[bytes], now_s: float) -> dict[bytes, int]:
         """Begin to load blocks that its last look-up found.
@@ -193,7 +125,7 @@ class RequestState:
         Returns those of them that are read directly, with their positions among all.
         """
         self._enter(Phase.LOADING)
-        self.load_since_s = now_s - self.patience.waited_s
+        self.since_s = now_s - self.lookup.waited_s
         if not self.ways:
             return {}
         stored, met = BlockState.STORAGE, self.lookup.met
@@ -206,9 +138,9 @@ class RequestState:
 
     def end_load(self) -> float | None:
         """End its load, and return when it began to wait for it; None for a forgotten load."""
-        since_s, self.load_since_s = self.load_since_s, None
-        if since_s is not None:
-            self.patience.waited_s = 0.0
+        if self.phase not in (Phase.LOADING, Phase.FINISHED):
+            return None
+        since_s, self.since_s, self.lookup.waited_s = self.since_s, None, 0.0
         if self.phase is Phase.LOADING:
             self._enter(Phase.LOOKING_UP)
         return since_s
@@ -216,28 +148,31 @@ class RequestState:
     def reset(self, has_new_weights: bool) -> None:
         """Forget all copies and waits. has_new_weights: whether nothing of it may be kept."""
         if has_new_weights:
-            self.keeping.doubts |= Doubt.WEIGHTS
+            self.scope.doubts |= Doubt.WEIGHTS
         if self.phase in (Phase.WAITING, Phase.LOADING):
             self._enter(Phase.LOOKING_UP)
-        self.patience.wait = self.limit = self.load_since_s = None
+        self.since_s, self.limit = None, ALL
         self.ways.clear()
-        self.used_keys.clear()
 
     def finish(self) -> None:
         """Note its end. Its load may end later."""
+        if self.phase is not Phase.LOADING:
+            self.since_s = None
         self._enter(Phase.FINISHED)
-        self.patience.wait = None
 
     def _enter(self, phase: Phase) -> None:
-        """Change the phase. A change that is not legal is a mistake of kvtier's.
+        """Change the phase, which ends the wait for blocks, or forgets the load.
 
-        It raises in tests. An engine goes on, since a mistake here must not fail requests.
+        A change that is not legal is a mistake of kvtier's. It raises in tests. An engine goes on,
+        since a mistake here must not fail requests.
         """
         if phase not in LEGAL[self.phase]:
             mistake = f"from {self.phase.value} to {phase.value} is no change of phase"
             assert not self.is_strict, mistake
             logger.error("%s request=%s", mistake, printable(self.request.request_id))
-        self.phase = phase
+        if self.phase is Phase.LOADING and phase is Phase.LOOKING_UP:
+            self.since_s = None
+        self.phase, self.wait = phase, None
 
     # -- its last look-up --------------------------------------------------------------------------
 
@@ -255,10 +190,6 @@ class RequestState:
             num += 1
         return num
 
-    def is_ready(self, keys: Collection[bytes]) -> bool:
-        """Whether all of ``keys`` can be loaded at once."""
-        return self.num_ready(keys) == len(keys)
-
     def to_promote(self) -> list[bytes]:
         """Return the blocks of the last look-up that have to come from storage to memory."""
         met, stored = self.lookup.met.items(), BlockState.STORAGE
@@ -268,24 +199,15 @@ class RequestState:
 
     def is_kept(self, key: bytes) -> bool:
         """Whether a block may be kept at all."""
-        if self.keeping.doubts & Doubt.WEIGHTS:
-            return False
-        kept = self.keeping.scope.kept
-        return kept == ALL or self._end(key) <= kept
+        return self.scope.is_open and self._ends_within(key, self.scope.kept)
 
     def is_shared(self, key: bytes) -> bool:
         """Whether a block may go to storage, and come from there."""
-        shared = self.keeping.scope.shared
-        return shared == ALL or self._end(key) <= shared
+        return self._ends_within(key, self.scope.shared)
 
-    def _end(self, key: bytes) -> int:
-        """Return the token at which a block ends. One of unknown place ends beyond any limit."""
-        return self.request.ends.get(key, ALL)
-
-    def in_prompt_order(self) -> list[bytes]:
-        """Return all blocks of the request, including blocks that the device had itself."""
-        keys = self.request.in_order()
-        return keys if self.used_keys.keys() <= set(keys) else list(self.used_keys)
+    def _ends_within(self, key: bytes, limit: int) -> bool:
+        """Whether a block ends at a token or before. One of unknown place ends beyond any."""
+        return limit == ALL or self.request.ends.get(key, ALL) <= limit
 
 
 class Advice(Enum):

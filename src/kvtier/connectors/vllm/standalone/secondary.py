@@ -46,8 +46,7 @@ from kvtier.connectors.vllm.shared.counts import (
 from kvtier.connectors.vllm.shared.names import VllmNames
 from kvtier.connectors.vllm.shared.prompt import depth
 from kvtier.connectors.vllm.shared.weights import vllm_source
-from kvtier.connectors.vllm.standalone.settings import TierSettings
-from kvtier.connectors.vllm.standalone.unsupported import current_engine, refuse
+from kvtier.connectors.vllm.standalone.settings import TierSettings, current_engine, refuse
 from kvtier.core.types import DISK
 from kvtier.devices.base import Memory
 from kvtier.layout import opaque
