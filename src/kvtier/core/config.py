@@ -7,10 +7,11 @@ fields of the parts that they have: names, defaults and meanings are the same ev
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
+from types import MappingProxyType
 from typing import TypeVar
 
 from kvtier.core.errors import ConfigError
@@ -105,7 +106,14 @@ Value = TypeVar("Value")
 
 
 def setting(
-    default: Value, meaning: str, *, shown: str = "", advice: str = "", is_secret: bool = False
+    default: Value,
+    meaning: str,
+    *,
+    shown: str = "",
+    advice: str = "",
+    is_secret: bool = False,
+    panel: str = "",
+    option: Mapping[str, object] = MappingProxyType({}),
 ) -> Value:
     """Return the field of a setting, for commands, connectors, files and the reference at once.
 
@@ -115,8 +123,16 @@ def setting(
         shown: default as help shows it, if that is not the value.
         advice: what to write, for a value of the wrong type.
         is_secret: whether a password may be in it, so that it is not shown.
+        panel: part of a command's help in which it stands, if that is not the command's usual one.
+        option: more of its option on the command line: "names", bounds, a metavariable.
     """
-    metadata = {"meaning": meaning, "shown": shown, "advice": advice}
+    metadata = {
+        "meaning": meaning,
+        "shown": shown,
+        "advice": advice,
+        "panel": panel,
+        "option": option,
+    }
     made: Value = field(default=default, repr=not is_secret, metadata=metadata)
     return made
 
@@ -308,15 +324,9 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True)
-class RequestConfig:
-    """Settings of an engine's requests, apart from where their KV lies."""
+class RecordConfig:
+    """Settings of the recording of requests."""
 
-    namespace: str = setting(
-        "",
-        "Text that must be equal for KV in storage to be shared. It covers what kvtier can't "
-        "detect, such as weights that are in no file.",
-        shown="none",
-    )
     record: str = setting(
         "",
         "File to record requests to for kvtier replay: salted hashes, lengths and times, no text "
@@ -326,6 +336,18 @@ class RequestConfig:
     )
     record_max_bytes: str | int = setting(
         "1GiB", "Most bytes of the recording; the oldest requests are deleted.", advice=SIZE
+    )
+
+
+@dataclass(frozen=True)
+class RequestConfig(RecordConfig):
+    """Settings of an engine's requests, apart from where their KV lies."""
+
+    namespace: str = setting(
+        "",
+        "Text that must be equal for KV in storage to be shared. It covers what kvtier can't "
+        "detect, such as weights that are in no file.",
+        shown="none",
     )
 
 

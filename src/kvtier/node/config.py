@@ -12,7 +12,6 @@ from pathlib import Path
 from kvtier.core.config import NodeCacheConfig, check_storage, parse_size, setting
 from kvtier.core.errors import ConfigError
 from kvtier.core.system.user_paths import check_socket, user_path
-from kvtier.index.policies.replayed import POLICIES
 
 DEFAULT_SOCKET = Path("/run/kvtier/node.sock")
 SHARED_MEMORY = Path("/dev/shm")
@@ -201,6 +200,9 @@ class NodeConfig(NodeCacheConfig):
     listed here."""
 
     def __post_init__(self) -> None:
+        # Imported here, since help shows these settings without numpy and the native core.
+        from kvtier.index.policies.replayed import POLICIES
+
         object.__setattr__(self, "socket", user_path(self.socket))
         for path in self.socket, self.control_socket:
             check_socket(path, "socket")

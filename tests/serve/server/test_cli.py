@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import cast
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvtier.core.config import CacheConfig, parse_size
 from kvtier.core.errors import install_command
 from kvtier.tools.cli import app
 from kvtier.tools.cli.failure import starting
-from kvtier.tools.cli.serve import serve
 
 
 def kvtier(*arguments: str, **variables: str) -> Result:
@@ -330,23 +326,3 @@ def test_an_open_door_without_key_is_warned_of(
     assert ("without an API key" in result.stderr) == warns
     assert result.stdout.startswith("kvtier serves kvtier-tiny on cpu at http://")
     assert len(result.stdout.splitlines()) == 1
-
-
-@pytest.mark.engine
-def test_options_are_called_as_the_settings_are_and_have_their_defaults() -> None:
-    from kvtier.serve.engine import EngineConfig
-    from kvtier.serve.server import ServerConfig
-
-    options = {name: each.default for name, each in inspect.signature(serve).parameters.items()}
-    defaults = {
-        field.name: getattr(config, field.name)
-        for config in (EngineConfig(), ServerConfig())
-        for field in fields(config)
-    }
-    cache = {field.name for field in fields(CacheConfig)}
-    assert options.keys() - defaults.keys() - cache == {"log_level", "log_format"}
-    for name in ("max_body_bytes", "record_max_bytes"):
-        options[name] = parse_size(options[name], name)
-    shared = options.keys() & defaults.keys()
-    assert {"model", "host", "port", "block_size", "device_capacity", "max_queue"} <= shared
-    assert {name: options[name] for name in shared} == {name: defaults[name] for name in shared}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,18 +19,20 @@ from kvtier.tools.replay.assumptions import (
     HOURS_PER_MONTH,
     HOURS_PER_YEAR,
     Machine,
+    assume,
     prefill_cost,
     rate_of_bench,
 )
 from kvtier.tools.replay.evidence import Evidence, gather, rate_per_hour
 from kvtier.tools.replay.model import kv_group
+from kvtier.tools.replay.options import ReplayOptions
 from kvtier.tools.replay.policies import Replayer
 from kvtier.tools.replay.savings import Prompts
 from kvtier.tools.replay.segments import find_segments
-from kvtier.tools.replay.settings import ReplaySettings
 from kvtier.tools.replay.sizing import Sizing, usual_sizes
 
 from .oracle import trace_of
+from .samples import OPTIONS
 
 PROMPTS = [[1, 2, 3]] * 3
 
@@ -221,37 +224,43 @@ def test_configurations_that_dont_say_it_are_told(
     assert sentence in str(caught.value)
 
 
+def replay_options(**given: Any) -> ReplayOptions:
+    return ReplayOptions((), OPTIONS, **given)
+
+
 def test_every_setting_is_told_with_its_source() -> None:
-    settings = ReplaySettings()
-    assert settings.bytes_per_token(None, BUILTIN, "auto", 7) == 2560
-    assert settings.prefill(None, None, settings.doubles_at(2.0, 1.0), 10.0) == PrefillCost(
-        0.1, 0.05
-    )
-    assert settings.size("device_capacity", "2GiB", "1GiB") == 2 * GIB
-    assert settings.size("disk_bytes_per_s", None, "5GB") == 5_000_000_000
-    assert settings.price("host_price_per_gib", None, 8.0) == 8.0
-    told = [
-        (assumption.name, assumption.value.replace("\u00a0", " "))
-        for assumption in settings.assumptions
-    ]
+    options = replay_options(model=BUILTIN, prefill_doubles_at=2.0, device_capacity="2GiB")
+    machine, assumptions = assume(options)
+    assert machine.bytes_per_token == 2560
+    assert machine.prefill == PrefillCost(1e-4, 0.5e-4)
+    assert machine.device_bytes == 2 * GIB
+    assert (machine.host_bytes_per_s, machine.disk_bytes_per_s) == (25e9, 5e9)
+    assert (machine.host_price, machine.disk_price, machine.accelerator_price) == (8, 0.15, 2.5)
+    assert (machine.years, machine.disk_writes) == (3, 1825)
+    told = [(each.name, each.value.replace("\u00a0", " ")) for each in assumptions]
     assert told == [
         ("KV of a token", "2,560 bytes"),
         ("where time per token doubles", "token 2 of a prompt"),
-        ("prefill rate", "10 tokens/s of an accelerator"),
+        ("prefill rate", "10,000 tokens/s of an accelerator"),
         ("the engine's own KV memory", "2 GiB"),
+        ("host memory to device", "25 GB/s"),
         ("disk to device", "5 GB/s"),
         ("price of host memory", "$8 per GiB"),
+        ("price of disk", "$0.15 per GiB"),
+        ("price of an accelerator", "$2.5 per hour"),
+        ("time to pay memory off", "3 years"),
+        ("life of a disk", "1,825 full writes"),
     ]
-    sources = [assumption.source for assumption in settings.assumptions]
+    sources = [assumption.source for assumption in assumptions]
     assert sources[0].endswith("kvtier-tiny: 5 layers, full, bfloat16")
-    assert sources[1:] == [GIVEN, DEFAULT, GIVEN, DEFAULT, DEFAULT]
+    assert sources[1:] == [GIVEN, DEFAULT, GIVEN, *[DEFAULT] * 7]
 
 
 def test_settings_that_contradict_each_other_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="bytes_per_token: --model says it, too"):
-        ReplaySettings().bytes_per_token(5, BUILTIN, "auto", 7)
+        assume(replay_options(bytes_per_token=5, model=BUILTIN))
     with pytest.raises(ConfigError, match="prefill_tokens_per_s: --bench says it, too"):
-        ReplaySettings().prefill(5.0, tmp_path, 1.0, 1.0)
+        assume(replay_options(prefill_tokens_per_s=5.0, bench=tmp_path))
     with pytest.raises(ConfigError, match="bytes_per_token: 0 is not above 0"):
         replace(MACHINE, bytes_per_token=0)
     with pytest.raises(ConfigError, match="disk_price: -1 is below 0"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtier.core.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size
+from kvtier.core.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size, setting
 from kvtier.core.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
+CACHE, SERVER = "Cache", "Server"
+"""Parts of the help of ``kvtier serve`` with settings of the engine, besides those of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,36 +17,38 @@ class EngineConfig:
     """Settings of the engine: model, device, and limits."""
 
     model: str = "kvtier-tiny"
-    """Name of a built-in model, or a local directory in Hugging Face format."""
-    device: str = "auto"
-    """"auto", "cpu", or what torch calls an accelerator: "cuda", "npu:0"."""
-    dtype: str = "auto"
-    """"float32", "bfloat16", "float16"; auto is float32 on CPU and the model's own elsewhere."""
-    block_size: int = BLOCK_SIZE
-    """Tokens per block."""
-    chunk_tokens: int = CHUNK_TOKENS
-    """Prefill grid: prompts are computed in chunks that end at its multiples."""
-    device_capacity: str | int = "256MiB"
-    """Size of the device KV pool."""
-    max_running: int = 64
-    """Requests that are decoded together."""
-    max_queue: int = 512
-    """Maximum number of waiting requests; further ones are refused."""
-    max_model_tokens: int = 0
-    """Limit of prompt plus output per request; 0 for the model's own."""
-    prefix_cache: bool = True
-    """Whether prefixes are reused. If off, every prompt is computed from its start."""
+    """A built-in model, or a local directory in Hugging Face format."""
+    device: str = setting("auto", "auto, cpu, cuda, npu:0, ...")
+    dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
+    block_size: int = setting(BLOCK_SIZE, "Tokens per block.", panel=CACHE)
+    chunk_tokens: int = setting(CHUNK_TOKENS, "Tokens per prefill chunk.")
+    device_capacity: str | int = setting("256MiB", "Size of the device KV pool.", panel=CACHE)
+    max_running: int = setting(64, "Most requests decoded together.")
+    max_queue: int = setting(512, "Most queued requests; others get status 429.")
+    max_model_tokens: int = setting(
+        0, "Most tokens of prompt and answer together; 0 for the model's limit."
+    )
+    prefix_cache: bool = setting(True, "Reuse KV of earlier prompts.", panel=CACHE)
     follow_loads: bool = True
     """Begin to compute while the prefix is still being loaded, layer by layer, if that delays no
     other request."""
-    threads: int = 0
-    """Number of torch's compute threads; 0 for torch's default."""
-    events: str = ""
-    """Address to publish block events for routers: "tcp://127.0.0.1:5557"; "" for none."""
-    events_replay: str = ""
-    """Address for replays of missed events; "" for none."""
-    events_topic: str = ""
-    """Topic of every batch of events."""
+    threads: int = setting(0, "Compute threads; 0 for torch's choice.")
+    events: str = setting(
+        "",
+        "ZeroMQ address at which KV events are published for routers: tcp://127.0.0.1:5557. They "
+        "contain token ids of prompts.",
+        shown="none",
+        panel=SERVER,
+    )
+    events_replay: str = setting(
+        "",
+        "ZeroMQ address at which routers request events that they missed.",
+        shown="none",
+        panel=SERVER,
+    )
+    events_topic: str = setting(
+        "", "Topic of the events: kv@HOST:PORT@MODEL for llm-d.", shown="none", panel=SERVER
+    )
     cache: CacheConfig = field(default_factory=CacheConfig)
     """The tiers below the device."""
 

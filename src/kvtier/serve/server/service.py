@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from kvtier import __version__
 from kvtier.control.doorman import Doorman, possible_connections
+from kvtier.core.config import parse_size
 from kvtier.core.system.memory import trim_heap
 from kvtier.core.system.user_paths import user_path
 from kvtier.observe.recording import Chains, Recorder, salt_from_environment
@@ -149,7 +150,7 @@ class Service:
         limit = engine.info.max_model_tokens
         self._max_text_bytes = limit * engine.tokenizer.max_token_bytes
         self.bodies = Bodies(
-            config.max_body_bytes,
+            parse_size(config.max_body_bytes, "max_body_bytes"),
             config.body_timeout_s,
             Bounds(ESCAPED * self._max_text_bytes),
             self._pace,
@@ -432,4 +433,5 @@ class Service:
             return None
         chains = Chains(salt_from_environment(), self.engine.info.block_size)
         path = user_path(config.record)
-        return Recorder(path, chains, config.record_max_bytes, self.metrics.recorded)
+        max_bytes = parse_size(config.record_max_bytes, "record_max_bytes")
+        return Recorder(path, chains, max_bytes, self.metrics.recorded)

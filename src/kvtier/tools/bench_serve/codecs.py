@@ -16,7 +16,6 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.core.config import BLOCK_SIZE
 from kvtier.core.errors import ConfigError
 from kvtier.core.system.plugins import known_plugins
 from kvtier.layout import KVGroup
@@ -24,6 +23,7 @@ from kvtier.serve.engine.models import LoadedModel
 from kvtier.serve.engine.prompt_bench import Float32s, PromptBench, load_for_bench
 from kvtier.tiers.codecs.codec import Codec, Uint8s
 from kvtier.tiers.codecs.opening import make_codec
+from kvtier.tools.bench_serve.options import CodecOptions
 from kvtier.tools.report.corpus import Corpus
 from kvtier.tools.report.machine import Fact, machine_facts
 from kvtier.tools.report.progress import Progress
@@ -36,18 +36,6 @@ MAX_COMPUTED = 256
 """Most tokens, about, that are computed after it: their logits are kept."""
 
 Float64s = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class CodecOptions:
-    """Settings of ``kvtier bench codec``. answer_tokens: of each greedy answer."""
-
-    model: str = "kvtier-tiny"
-    device: str = "cpu"
-    dtype: str = "auto"
-    block_size: int = BLOCK_SIZE
-    answer_tokens: int = 32
-    prompts: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,33 +113,18 @@ class _Sums:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedCodecs:
-    """A loaded model, prompts and codecs. num_skipped, source: of the prompts."""
+def measure_codecs(options: CodecOptions, progress: Progress) -> CodecResult:
+    """Measure every installed codec on a model's own KV.
 
-    model: LoadedModel
-    prompts: list[list[int]]
-    num_skipped: int
-    source: str
-    codecs: dict[str, Codec]
-    left_out: list[str]
-
-
-def prepare_codecs(options: CodecOptions) -> PreparedCodecs:
-    """Load the model and the prompts. Raises ``ConfigError`` if they can't be used."""
+    Raises:
+        ConfigError: the model or the prompts can't be used.
+    """
     if options.answer_tokens < 1 or options.block_size < 1:
         raise ConfigError("answer_tokens and block_size are 1 at least")
     model = load_for_bench(options.model, options.device, options.dtype)
-    codecs, left_out = _codecs(model.profile.group(options.block_size))
-    return PreparedCodecs(model, *_prompts(model, options), codecs, left_out)
-
-
-def measure_codecs(
-    options: CodecOptions, prepared: PreparedCodecs, progress: Progress
-) -> CodecResult:
-    """Measure every installed codec on a model's own KV."""
-    model, prompts, codecs = prepared.model, prepared.prompts, prepared.codecs
     group = model.profile.group(options.block_size)
+    codecs, left_out = _codecs(group)
+    prompts, num_skipped, source = _prompts(model, options)
     longest = max(map(len, prompts)) + options.answer_tokens
     bench = PromptBench(model, group, longest)
     sums = {name: _Sums() for name in codecs}
@@ -180,16 +153,16 @@ def measure_codecs(
     return CodecResult(
         model=model.name,
         dtype=group.dtype.value,
-        source=prepared.source,
+        source=source,
         machine=machine_facts(),
         num_prompts=len(prompts),
-        num_skipped=prepared.num_skipped,
+        num_skipped=num_skipped,
         num_positions=num_positions,
         loaded_tokens=loaded_tokens,
         block_bytes=group.bytes_per_block,
         answer_tokens=options.answer_tokens,
         rows=tuple(each.row(name, len(prompts)) for name, each in sums.items()),
-        left_out=tuple(prepared.left_out),
+        left_out=tuple(left_out),
     )
 
 

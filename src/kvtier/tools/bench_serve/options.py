@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
-from kvtier.core.config import BLOCK_SIZE, CHUNK_TOKENS, parse_size
+from kvtier.core.config import BLOCK_SIZE, CHUNK_TOKENS, parse_size, setting
 from kvtier.core.errors import CacheError, ConfigError
 
 FULL_ACCURACY_PROMPTS = 20
 FULL_TTFT_PROMPTS = 100
 FULL_PROMPT_TOKENS = 3500
 """Sizes for which the targets are defined."""
+QUICK_SIZES = {
+    "accuracy_prompts": 6,
+    "accuracy_tokens": 1200,
+    "steps": 16,
+    "ttft_prompts": 12,
+    "overhead_pairs": 10,
+    "overhead_tokens": 1200,
+    "batch_prompts": 4,
+    "overlap_rounds": 5,
+    "overlap_tokens": 1200,
+}
+TOKENS = ("accuracy_tokens", "ttft_tokens", "overhead_tokens", "overlap_tokens")
+PANEL = "Options"
+"""Part of the help of the settings that are among the main ones of other commands."""
 
 
 class BenchError(CacheError):
@@ -40,34 +56,58 @@ USUAL = (Experiment.ACCURACY, Experiment.TTFT, Experiment.OVERHEAD)
 """Experiments that run by default."""
 
 
+MODEL = "A built-in model, or a local directory in Hugging Face format."
+
+
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """Settings of ``kvtier bench serve``; ``sized`` gives the full or the quick sizes."""
 
-    model: str = "kvtier-tiny"
-    device: str = "auto"
-    threads: int = 0
-    block_size: int = BLOCK_SIZE
-    chunk_tokens: int = CHUNK_TOKENS
-    text: tuple[Path, ...] = ()
-    """Files and directories to take prompts from; none for the interpreter's own library."""
-    disk_path: Path | None = None
-    """Directory on the disk to measure; a slab is made in it and removed. None for the system's
-    directory for temporary files."""
+    model: str = setting("kvtier-tiny", MODEL)
+    device: str = setting("auto", '"auto", "cpu", "cuda", "npu", ...')
+    quick: bool = setting(False, "Fewer and shorter prompts, for a rough impression.")
+    experiments: tuple[Experiment, ...] = USUAL
+    ttft_prompts: int = setting(
+        FULL_TTFT_PROMPTS, "Prompts of the TTFT experiment.", shown=f"{FULL_TTFT_PROMPTS}"
+    )
+    accuracy_prompts: int = setting(
+        FULL_ACCURACY_PROMPTS,
+        "Prompts of the accuracy experiment.",
+        shown=f"{FULL_ACCURACY_PROMPTS}",
+    )
+    steps: int = setting(32, "Tokens generated and compared per accuracy run.", shown="32")
+    text: Sequence[Path] = setting(
+        (), "File or directory to take prompts from.", shown="the interpreter's own library"
+    )
+    disk_path: Path | None = setting(
+        None,
+        "Directory on the disk to measure; files made there are removed.",
+        shown="the system's directory for temporary files",
+        panel=PANEL,
+    )
+    disk_bytes_per_s: str = setting(
+        "auto",
+        'Also run slow-disk, on a disk throttled to this many bytes per second: "50MB", or "auto" '
+        "for a disk that takes twice as long as computing.",
+        shown="none",
+    )
+    storage: str = setting(
+        "",
+        'Also run store, on this store: "valkey://host", "s3://bucket/prefix"; blocks written '
+        "there are removed.",
+        shown="none",
+        panel=PANEL,
+        is_secret=True,
+    )
+    storage_capacity: str = setting(
+        "1TiB", "Most bytes of the store's blocks that an engine keeps track of."
+    )
+    threads: int = setting(0, "Threads to compute with; 0 leaves torch's own choice.")
+    block_size: int = setting(BLOCK_SIZE, "Tokens per block.")
+    chunk_tokens: int = setting(CHUNK_TOKENS, "Tokens per prefill chunk.")
     seed: int = 0
     """Seed of the order of the text, and of the blocks that the negative control damages."""
-    experiments: tuple[Experiment, ...] = USUAL
-    disk_bytes_per_s: str = "auto"
-    """Bytes per second of the slow disk; "auto": reading takes twice as long as computing."""
-    storage: str = field(default="", repr=False)  # a password may be in it
-    """URL of the store to measure, with ``Experiment.STORE``."""
-    storage_capacity: str = "1TiB"
-    """Capacity of the index of the store: bytes of blocks known at a time."""
-    accuracy_prompts: int = FULL_ACCURACY_PROMPTS
     accuracy_tokens: int = FULL_PROMPT_TOKENS
-    steps: int = 32
-    """Tokens generated, and logits compared, per accuracy run."""
-    ttft_prompts: int = FULL_TTFT_PROMPTS
     ttft_tokens: int = FULL_PROMPT_TOKENS
     device_share: float = 0.35
     """Share of the TTFT prompts that fit into the device pool."""
@@ -80,8 +120,6 @@ class ServeOptions:
     overlap_tokens: int = 0
     """Length of the prompt that is loaded while it is computed; 0 for 16,384 on an accelerator, and
     fewer on a CPU."""
-    quick: bool = False
-    """Whether the sizes are those of a quick run."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -126,51 +164,15 @@ class ServeOptions:
             raise ConfigError(f"experiments: none chosen; name some of {', '.join(Experiment)}")
 
     @classmethod
-    def sized(
-        cls,
-        *,
-        quick: bool = False,
-        model: str = "kvtier-tiny",
-        device: str = "auto",
-        threads: int = 0,
-        block_size: int = BLOCK_SIZE,
-        chunk_tokens: int = CHUNK_TOKENS,
-        text: tuple[Path, ...] = (),
-        disk_path: Path | None = None,
-        experiments: tuple[Experiment, ...] = USUAL,
-        disk_bytes_per_s: str = "auto",
-        storage: str = "",
-        storage_capacity: str = "1TiB",
-        ttft_prompts: int | None = None,
-        prompt_tokens: int | None = None,
-        accuracy_prompts: int | None = None,
-        steps: int | None = None,
-    ) -> ServeOptions:
-        """Return options with full or quick sizes, except those that are given."""
-        return cls(
-            model=model,
-            device=device,
-            threads=threads,
-            block_size=block_size,
-            chunk_tokens=chunk_tokens,
-            text=text,
-            disk_path=disk_path,
-            experiments=experiments,
-            disk_bytes_per_s=disk_bytes_per_s,
-            storage=storage,
-            storage_capacity=storage_capacity,
-            accuracy_prompts=_first(accuracy_prompts, 6 if quick else FULL_ACCURACY_PROMPTS),
-            accuracy_tokens=_first(prompt_tokens, 1200 if quick else FULL_PROMPT_TOKENS),
-            steps=_first(steps, 16 if quick else 32),
-            ttft_prompts=_first(ttft_prompts, 12 if quick else FULL_TTFT_PROMPTS),
-            ttft_tokens=_first(prompt_tokens, FULL_PROMPT_TOKENS),
-            overhead_pairs=10 if quick else 40,
-            overhead_tokens=_first(prompt_tokens, 1200 if quick else FULL_PROMPT_TOKENS),
-            batch_prompts=4 if quick else 8,
-            overlap_rounds=5 if quick else 7,
-            overlap_tokens=_first(prompt_tokens, 1200 if quick else 0),
-            quick=quick,
-        )
+    def sized(cls, prompt_tokens: int | None = None, **given: Any) -> ServeOptions:
+        """Return options with full or quick sizes, except those that are given.
+
+        prompt_tokens: tokens per prompt, in every experiment.
+        """
+        sizes = {**QUICK_SIZES} if given.get("quick") else {}
+        if prompt_tokens is not None:
+            sizes |= dict.fromkeys(TOKENS, prompt_tokens)
+        return cls(**{**sizes, **given})
 
     @property
     def batch_tokens(self) -> int:
@@ -193,5 +195,23 @@ class ServeOptions:
         return -(-num_tokens // self.block_size)
 
 
-def _first(given: int | None, otherwise: int) -> int:
-    return otherwise if given is None else given
+@dataclass(frozen=True, slots=True)
+class CodecOptions:
+    """Settings of ``kvtier bench codec``."""
+
+    model: str = "kvtier-tiny"
+    prompts: Path | None = setting(
+        None,
+        "File with your prompts: one per line, or .jsonl with a field prompt.",
+        shown="4 of the interpreter's own library",
+    )
+    device: str = setting("auto", '"auto", "cpu", "cuda", "npu", ...')
+    dtype: str = setting(
+        "auto",
+        "Type of weights and KV: float32, bfloat16, float16; auto is float32 on CPU and the "
+        "model's own elsewhere.",
+    )
+    block_size: int = setting(BLOCK_SIZE, "Tokens per block.", option={"min": 1})
+    answer_tokens: int = setting(
+        32, "Tokens of each greedy answer that is compared.", option={"min": 1}
+    )

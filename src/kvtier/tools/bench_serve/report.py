@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvtier.tools.bench_serve import plots
 from kvtier.tools.bench_serve.accuracy import TIERS, AccuracyResult
@@ -21,7 +20,7 @@ from kvtier.tools.bench_serve.tamper import Damage
 from kvtier.tools.bench_serve.ttft import COLD, WARM, TtftResult
 from kvtier.tools.report.figures import counted, milliseconds, number, percent
 from kvtier.tools.report.machine import Fact
-from kvtier.tools.report.page import render_page, write_page
+from kvtier.tools.report.page import render_page
 from kvtier.tools.report.stats import Estimate, Summary
 from kvtier.tools.report.svg import SvgPicture, picture
 from kvtier.tools.report.target import target_bound, target_figure, target_interval
@@ -53,11 +52,6 @@ class Bar:
     time: str
     change: str
     width: float
-
-
-def write_report(result: ServeResult, path: Path) -> None:
-    """Write the report to ``path``; its directory is made if missing."""
-    write_page(render_report(result), path)
 
 
 def render_report(result: ServeResult) -> str:

@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 from kvtier.core.errors import CacheError
-from kvtier.observe.live.client import NoAnswerError, RefusedError, error_message, stream
 
 MAX_TOKENS = 1 << 40
 """Largest number of tokens that a server may report."""
@@ -74,6 +73,9 @@ class Endpoint:
         Raises:
             FailedRequestError: the answer is missing or incomplete.
         """
+        # Imported here, since help shows the options of a load without an HTTP client.
+        from kvtier.observe.live.client import NoAnswerError, RefusedError, stream
+
         content = json.dumps(self._body(texts, max_tokens)).encode()
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         began = perf_counter()
@@ -144,6 +146,8 @@ def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
     Raises:
         FailedRequestError: an event is an error, or the end mark is missing.
     """
+    from kvtier.observe.live.client import error_message
+
     for line in lines:
         if not line.startswith(b"data:"):
             continue

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
 
+from kvtier.core.config import setting
 from kvtier.core.errors import ConfigError
 from kvtier.tools.bench_url.exchange import Endpoint, Exchange, FailedRequestError
 from kvtier.tools.report.corpus import Corpus
@@ -26,27 +27,22 @@ MAX_CHARACTERS_PER_TOKEN = 16.0
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Size of a load.
+    """Size of a load. Each request is one turn of a conversation."""
 
-    Attributes:
-        requests: total number of requests; each is one turn of a conversation.
-        turns: turns per conversation, one after another.
-        concurrency: requests in flight at a time.
-        shared_tokens: tokens of the prefix that all conversations share.
-        turn_tokens: tokens that each turn adds.
-        max_tokens: most tokens per answer.
-        seed: order of the text. Two runs with the same seed send the same prompts.
-        text: files and directories to take text from; none for the interpreter's own library.
-    """
-
-    requests: int = 100
-    turns: int = 4
-    concurrency: int = 8
-    shared_tokens: int = 500
-    turn_tokens: int = 500
-    max_tokens: int = 64
-    seed: int = 0
-    text: tuple[Path, ...] = ()
+    requests: int = setting(100, "Total number of requests.", option={"min": 1})
+    turns: int = setting(4, "Requests per conversation.", option={"min": 1})
+    concurrency: int = setting(8, "Requests in flight at a time.", option={"min": 1, "max": 1024})
+    shared_tokens: int = setting(
+        500, "Tokens of the prefix that all conversations share.", option={"min": 0}
+    )
+    turn_tokens: int = setting(
+        500, "Tokens that each turn adds to its conversation.", option={"min": 1}
+    )
+    max_tokens: int = setting(64, "Most tokens per answer.", option={"min": 1})
+    seed: int = setting(0, "Seed of the prompts. Runs with equal seeds send equal prompts.")
+    text: Sequence[Path] = setting(
+        (), "File or directory to take prompts from.", shown="the interpreter's own library"
+    )
 
 
 @dataclass(frozen=True, slots=True)

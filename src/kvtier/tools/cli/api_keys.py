@@ -7,11 +7,20 @@ import os
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 KEY_VARIABLE = "KVTIER_API_KEY"
 """Environment variable that holds the API key, or several keys separated by blanks."""
 CONTROL_KEY_VARIABLE = "KVTIER_CONTROL_KEY"
 """Environment variable that holds the key of a server's control."""
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key", help=f"Key of the server; better given as {KEY_VARIABLE} in the environment."
+    ),
+]
 _ARG_START, _ARG_END = 48, 49
 """Fields of /proc/self/stat, counted from 1, that hold the addresses of the command line."""
 

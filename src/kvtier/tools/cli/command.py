@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from kvtier.core.errors import CacheError, ConfigError, printable
 from kvtier.core.system.user_paths import user_path
 from kvtier.tools.cli.failure import Commands, fail
-from kvtier.tools.cli.output import STDOUT
+from kvtier.tools.cli.output import OUTPUT, STDOUT
 
 JSON = "--json"
 
@@ -62,6 +62,8 @@ class Command(TyperCommand):
                 usual = "Options" if _is_option(param) else "Arguments"
                 panel = getattr(param, "rich_help_panel", None) or usual
                 sections.setdefault(panel, []).append(record)
+        if OUTPUT in sections:
+            sections[OUTPUT] = sections.pop(OUTPUT)  # after what is measured
         for panel, records in sections.items():
             with formatter.section(panel):
                 formatter.write_dl(records)

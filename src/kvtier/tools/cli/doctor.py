@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from kvtier.tools.cli.detect import Diagnosis, diagnose
+from kvtier.tools.cli.output import AsJson
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     disk_path: Annotated[
         str | None,
         typer.Option(

@@ -10,7 +10,8 @@ import typer
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.system.user_paths import user_path
-from kvtier.tools.cli.api_keys import KEY_VARIABLE, take_key
+from kvtier.tools.cli.api_keys import ApiKey, take_key
+from kvtier.tools.cli.output import AsJson
 
 STDIN = "-"
 
@@ -21,14 +22,11 @@ def explain(
         str, typer.Option(help="The prompt, as text in UTF-8; - for stdin.")
     ] = STDIN,
     salt: Annotated[str, typer.Option(help="The tenant's cache_salt.", show_default="none")] = "",
-    api_key: Annotated[
-        str | None,
-        typer.Option(help=f"Key of the server; better given as {KEY_VARIABLE} in the environment."),
-    ] = None,
+    api_key: ApiKey = None,
     timeout_s: Annotated[
         float, typer.Option(min=0.1, max=86400.0, help="Seconds to wait for the answer.")
     ] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Send a prompt, and show where each part of its KV came from and which plans were compared.
 

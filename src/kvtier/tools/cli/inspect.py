@@ -12,6 +12,7 @@ import typer
 
 from kvtier.core.errors import printable
 from kvtier.observe.live.wording import seconds, size
+from kvtier.tools.cli.output import AsJson
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +26,7 @@ BAR_WIDTH = 30
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="Directory of a slab.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the content of a slab by namespace, age and size. Read-only; the slab may be in use."""
     from kvtier.tiers.disk.inspect.report import report_slab

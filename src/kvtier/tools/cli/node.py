@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier.core.config import NodeCacheConfig
 from kvtier.core.errors import ConfigError, install_command, printable
 from kvtier.core.types import LogFormat
+from kvtier.node.config import (
+    DEFAULT_SOCKET,
+    NodeConfig,
+    parse_quotas,
+    parse_tenant_users,
+    split_bounds,
+)
 from kvtier.observe.live.wording import seconds, size
 from kvtier.tools.cli.api_keys import CONTROL_KEY_VARIABLE, take_control_key, take_key_source
 from kvtier.tools.cli.command import CommandLine
 from kvtier.tools.cli.failure import starting
+from kvtier.tools.cli.output import AsJson
 from kvtier.tools.cli.serve import LogLevel
 from kvtier.tools.cli.settings_options import settings_options
 
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 
 app = CommandLine()
 
-SOCKET = "/run/kvtier/node.sock"
+SOCKET = str(DEFAULT_SOCKET)
 ANSWER_S = 30.0
 """Longest wait for an answer, beyond the time that the node itself was given."""
 FOUND_WRONG = 1
@@ -53,7 +59,6 @@ Prompt = Annotated[
 Tenant = Annotated[
     str, typer.Option("--tenant", help="cache_salt of the prompt's requests, for a server.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 SlotAllocator = Annotated[
     str,
     typer.Option(
@@ -74,17 +79,8 @@ Wait = Annotated[float, typer.Option("--timeout-s", help="Longest wait for stora
 
 
 @app.command()
-@settings_options(NodeCacheConfig, [field.name for field in fields(NodeCacheConfig)])
+@settings_options(NodeConfig)
 def run(
-    socket: Annotated[
-        str, typer.Option(help="Path of the Unix socket that engines connect to.")
-    ] = SOCKET,
-    memory_path: Annotated[
-        str | None,
-        typer.Option(
-            help="Directory in memory for the shared memory.", show_default="one below /dev/shm"
-        ),
-    ] = None,
     quota: Annotated[
         list[str] | None,
         typer.Option(
@@ -112,14 +108,6 @@ def run(
             show_default="none",
         ),
     ] = None,
-    control_port: Annotated[
-        int | None,
-        typer.Option(
-            help="TCP port of 127.0.0.1 for /metrics, /health and /status; 0 for any. Changes are "
-            "made over the control socket only.",
-            show_default="none",
-        ),
-    ] = None,
     log_level: Annotated[
         LogLevel, typer.Option(help="Level of the log on stderr.")
     ] = LogLevel.INFO,
@@ -136,7 +124,6 @@ def run(
 
         log_to_stderr(log_level, format_of(log_format))
         try:
-            from kvtier.node.config import NodeConfig, parse_quotas, parse_tenant_users
             from kvtier.node.server.run import run_node
         except ImportError as error:
             raise ConfigError(
@@ -144,11 +131,8 @@ def run(
             ) from None
 
         config = NodeConfig(
-            socket=Path(socket),
-            memory_path=None if memory_path is None else Path(memory_path),
             quotas=parse_quotas(quota or (), disk_quota or ()),
             tenant_users=parse_tenant_users(tenant_users or ()),
-            control_port=control_port,
             **{**settings, "encryption_key": take_key_source(settings.get("encryption_key", ""))},
         )
 
@@ -328,8 +312,6 @@ def quota(
     """
     client = _client(socket)
     if change is not None:
-        from kvtier.node.config import split_bounds
-
         tenant, floor, ceiling = split_bounds(change)
         prefix = "disk_" if of_disk else ""
         bounds = {f"{prefix}floor": floor, f"{prefix}ceiling": ceiling}

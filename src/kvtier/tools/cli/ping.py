@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtier.core.errors import ConfigError, printable
-from kvtier.tools.cli.api_keys import KEY_VARIABLE, take_key
+from kvtier.tools.cli.api_keys import ApiKey, take_key
+from kvtier.tools.cli.output import AsJson
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,20 +20,13 @@ MAX_SHOWN = 200
 TIMEOUT_S = 5.0
 
 Url = Annotated[str, typer.Argument(help="Address of a server: http://127.0.0.1:8000")]
-Key = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key", help=f"Key of the server; better given as {KEY_VARIABLE} in the environment."
-    ),
-]
 Timeout = Annotated[
     float, typer.Option(min=0.1, max=3600.0, help="Seconds to wait for each answer.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def ping(
-    url: Url, api_key: Key = None, timeout_s: Timeout = TIMEOUT_S, as_json: AsJson = False
+    url: Url, api_key: ApiKey = None, timeout_s: Timeout = TIMEOUT_S, as_json: AsJson = False
 ) -> None:
     """Check that a server is healthy, and show how long its answer took.
 
@@ -57,7 +51,7 @@ def ping(
 
 
 def describe(
-    url: Url, api_key: Key = None, timeout_s: Timeout = TIMEOUT_S, as_json: AsJson = False
+    url: Url, api_key: ApiKey = None, timeout_s: Timeout = TIMEOUT_S, as_json: AsJson = False
 ) -> None:
     """Show what a server serves: models, engine, version, requests, and how full its tiers are.
 

@@ -16,6 +16,7 @@ from kvtier.core.errors import ConfigError, printable
 from kvtier.observe.live.wording import seconds, size
 from kvtier.tools.cli.api_keys import take_key_source
 from kvtier.tools.cli.command import CommandLine
+from kvtier.tools.cli.output import AsJson
 
 if TYPE_CHECKING:
     from kvtier.tiers.remote.keeper import StoreKeeper
@@ -35,7 +36,6 @@ Url = Annotated[
     str,
     typer.Argument(help="URL of the store, as in --storage: valkey://host, s3://bucket/prefix"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()

@@ -68,7 +68,8 @@ def _check(config: EngineConfig, server_config: ServerConfig) -> None:
         Publisher(BlockLog(), config.events, config.events_replay).close()
     if server_config.record:
         path = user_path(server_config.record)
-        check_recording(path, server_config.record_max_bytes)
+        max_bytes = parse_size(server_config.record_max_bytes, "record_max_bytes")
+        check_recording(path, max_bytes)
         salt_from_environment()
     if server_config.traces:
         open_traces(__version__).close()

@@ -6,6 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from functools import wraps
+from itertools import compress
+from operator import not_
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -15,37 +18,44 @@ from kvtier.core.config import CHOICES
 MAIN: Final = ("host_capacity", "disk_path", "disk_capacity", "storage", "node")
 """The settings that matter: help shows them before all others."""
 MAIN_PANEL: Final = "The five settings that matter"
+_TYPES: Final = {"int": int, "float": float, "bool": bool, "Path": Path}
+"""Types of options by the annotation of the field; all others take text."""
 
 
 def settings_options(
-    kind: type, names: Sequence[str], panel: str | None = None, **defaults: object
+    kind: type,
+    names: Sequence[str] = (),
+    panel: str | None = None,
+    into: str = "settings",
+    **defaults: object,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command an option for each of some settings, the main ones first.
 
-    The command is called with ``settings``, the values by name that differ from the defaults of
-    ``kind``.
+    The command is called with the values by name that differ from the defaults of ``kind``.
 
     Args:
         kind: dataclass of the settings.
-        names: of its fields.
-        panel: panel of the help in which they stand.
+        names: of its fields; by default, all that say what they mean.
+        panel: panel of the help for those that name none.
+        into: argument of the command for the values. The decorator may be repeated.
         defaults: defaults of this command alone.
     """
-    known = {field.name: field for field in fields(kind)}
-    ordered = sorted(names, key=lambda name: name not in MAIN)
+    known = {field.name: field for field in fields(kind) if "meaning" in field.metadata}
+    names = names or [*known]
+    main = [name for name in names if name in MAIN and not known[name].metadata["panel"]]
+    others = [name for name in names if name not in main]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [
-            parameter for parameter in signature.parameters.values() if parameter.name != "settings"
-        ]
+        own = [parameter for parameter in signature.parameters.values() if parameter.name != into]
         # Arguments stay first; the main settings go before all other options.
-        made = [_parameter(known[name], panel, defaults) for name in ordered]
-        num_main = sum(name in MAIN for name in names)
-        option = typer.models.OptionInfo
-        arguments = [parameter for parameter in own if type(_typer_info(parameter)) is not option]
-        options = [parameter for parameter in own if type(_typer_info(parameter)) is option]
-        parameters = [*arguments, *made[:num_main], *options, *made[num_main:]]
+        is_option = [isinstance(_typer_info(each), typer.models.OptionInfo) for each in own]
+        parameters = [
+            *compress(own, map(not_, is_option)),
+            *(_parameter(known[name], MAIN_PANEL, defaults) for name in main),
+            *compress(own, is_option),
+            *(_parameter(known[name], panel, defaults) for name in others),
+        ]
 
         @wraps(command)
         def called(**given: Any) -> None:
@@ -54,9 +64,12 @@ def settings_options(
                 value = given.pop(name)
                 value = tuple(value) if isinstance(value, list) else value
                 # None, or (): a list that was not given. A 0 that was given is a value.
-                if value not in (None, ()) and str(value) != str(known[name].default):
+                if value in (None, ()):
+                    continue
+                has_default = defaults.get(name, known[name].default) is not None
+                if not has_default or str(value) != str(known[name].default):
                     settings[name] = value
-            command(settings=settings, **given)
+            command(**{into: settings}, **given)
 
         as_keywords = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters
@@ -77,19 +90,25 @@ def _parameter(
     field: Field[Any], panel: str | None, defaults: Mapping[str, object]
 ) -> inspect.Parameter:
     name, kind = field.name, str(field.type)
-    value_type: Any = CHOICES.get(name) or {"int": int, "float": float}.get(kind, str)
-    if "Sequence[str]" in kind:
-        value_type = list[str]
+    is_list = "Sequence[" in kind
+    value_type: Any = CHOICES.get(name) or _TYPES.get(
+        kind.removesuffix(" | None").removeprefix("Sequence[").removesuffix("]"), str
+    )
     default = defaults.get(name, field.default)
     shown = str(field.metadata["shown"])
+    more = dict(field.metadata["option"])
+    usual = "--" + name.replace("_", "-")
     option = typer.Option(
-        "--" + name.replace("_", "-"),
-        help=_help(field),
-        rich_help_panel=MAIN_PANEL if name in MAIN else panel,
+        more.pop("names", f"{usual}/--no-{usual[2:]}" if default is True else usual),
+        help=str(field.metadata["meaning"]) + " Repeat the option for several." * is_list,
+        rich_help_panel=field.metadata["panel"] or panel,
         show_default=shown if shown and not default else True,
+        **more,
     )
-    if value_type == list[str]:
-        value_type, default = list[str] | None, None
+    if is_list:
+        value_type, default = list[value_type] | None, None
+    elif default is None:
+        value_type = value_type | None
     elif value_type is str:
         default = str(default)
     return inspect.Parameter(
@@ -98,8 +117,3 @@ def _parameter(
         default=default,
         annotation=Annotated[value_type, option],
     )
-
-
-def _help(field: Field[Any]) -> str:
-    meaning = str(field.metadata["meaning"])
-    return meaning + " Repeat the option for several." * ("Sequence[str]" in str(field.type))

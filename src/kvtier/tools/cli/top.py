@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.tools.cli.api_keys import KEY_VARIABLE
+from kvtier.tools.cli.api_keys import ApiKey
 from kvtier.tools.cli.failure import fail
 from kvtier.tools.cli.watch import URL, Node, watched_by
 
@@ -30,10 +30,7 @@ def top(
     every_s: Annotated[
         float, typer.Option("--every", min=1.0, max=60.0, help="Seconds between updates.")
     ] = 1.0,
-    api_key: Annotated[
-        str | None,
-        typer.Option(help=f"Key of the engine; better given as {KEY_VARIABLE}."),
-    ] = None,
+    api_key: ApiKey = None,
     node: Node = None,
 ) -> None:
     """Show the live state of the cache of a kvtier server, vLLM, SGLang, or a node."""

@@ -11,6 +11,7 @@ import typer
 
 from kvtier.core.errors import printable
 from kvtier.observe.live.wording import size
+from kvtier.tools.cli.output import AsJson
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +31,7 @@ def verify(
             "be read.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Read every block of a slab and verify its checksum. Refused while a process uses the slab.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.tools.cli.api_keys import KEY_VARIABLE, take_key
+from kvtier.tools.cli.api_keys import ApiKey, take_key
 from kvtier.tools.cli.failure import fail
 
 if TYPE_CHECKING:
@@ -39,10 +39,7 @@ def watch(
     url: Annotated[str, typer.Argument(help="Address of the engine, or of its metrics.")] = URL,
     host: Annotated[str, typer.Option(help="Address to serve the page at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes any free one.")] = 8500,
-    api_key: Annotated[
-        str | None,
-        typer.Option(help=f"Key of the engine; better given as {KEY_VARIABLE}."),
-    ] = None,
+    api_key: ApiKey = None,
     node: Node = None,
 ) -> None:
     """Serve a live page of the cache of vLLM, SGLang, a node, or a kvtier server elsewhere.

@@ -6,9 +6,14 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from kvtier.core.config import parse_size
 from kvtier.core.errors import ConfigError
 from kvtier.plan import PrefillCost
+from kvtier.tools.replay.model import kv_group
+from kvtier.tools.replay.options import DEFAULTS, ReplayOptions
+from kvtier.tools.report.figures import capacity, number
 
 GIB = 1 << 30
 HOURS_PER_YEAR = 8766.0
@@ -80,6 +85,70 @@ class Machine:
         if writes_per_hour * hours > self.disk_writes:
             hours = self.disk_writes / writes_per_hour
         return self.disk_price / hours
+
+
+SIZES = {
+    "device_capacity": "the engine's own KV memory",
+    "host_bytes_per_s": "host memory to device",
+    "disk_bytes_per_s": "disk to device",
+}
+"""Labels of sizes, and of rates per second."""
+FIGURES = {
+    "host_price_per_gib": ("price of host memory", "${:g} per GiB"),
+    "disk_price_per_gib": ("price of disk", "${:g} per GiB"),
+    "accelerator_price_per_hour": ("price of an accelerator", "${:g} per hour"),
+    "paid_off_years": ("time to pay memory off", "{:,g} years"),
+    "disk_full_writes": ("life of a disk", "{:,g} full writes"),
+}
+"""Labels of other figures, and their form."""
+
+
+def assume(options: ReplayOptions) -> tuple[Machine, tuple[Assumption, ...]]:
+    """Return model, machine and prices of a replay, and each of them in words.
+
+    Raises:
+        ConfigError: options contradict each other, or can't be read.
+    """
+    found: list[Assumption] = []
+
+    def take(name: str, instead: str = "") -> tuple[Any, str]:
+        """Return a setting, or its default, and which of both it is."""
+        given = getattr(options, name)
+        if instead and given is not None and getattr(options, instead) is not None:
+            raise ConfigError(f"{name}: --{instead} says it, too; give one of them")
+        return (DEFAULTS[name], DEFAULT) if given is None else (given, GIVEN)
+
+    kv_bytes, source = take("bytes_per_token", "model")
+    if options.model is not None:
+        group = kv_group(options.model, options.kv_dtype)
+        kv_bytes = group.bytes_per_block
+        source = f"{options.model}: {group.num_layers} layers, {group.attention}, {group.dtype}"
+    found.append(Assumption("KV of a token", f"{int(kv_bytes):,} bytes", source))
+    text, source = take("prefill_doubles_at")
+    doubles_at = float(text)
+    if not doubles_at > 0:
+        raise ConfigError(f"prefill_doubles_at: {doubles_at} is not above 0")
+    shown = f"token {doubles_at:,.0f} of a prompt"
+    found.append(Assumption("where time per token doubles", shown, source))
+    text, source = take("prefill_tokens_per_s", "bench")
+    rate = float(text)
+    if options.bench is not None:
+        rate, source = rate_of_bench(options.bench, doubles_at), str(options.bench)
+    prefill = prefill_cost(rate, doubles_at)
+    shown = f"{number(rate)} tokens/s of an accelerator"
+    found.append(Assumption("prefill rate", shown, source))
+    sizes = []
+    for name, label in SIZES.items():
+        text, source = take(name)
+        sizes.append(size := parse_size(text, name))
+        shown = f"{size / 1e9:.4g} GB/s" if name.endswith("_per_s") else capacity(size)
+        found.append(Assumption(label, shown, source))
+    figures = []
+    for name, (label, form) in FIGURES.items():
+        text, source = take(name)
+        figures.append(float(text))
+        found.append(Assumption(label, form.format(figures[-1]), source))
+    return Machine(int(kv_bytes), prefill, *sizes, *figures), tuple(found)
 
 
 def prefill_cost(tokens_per_s: float, doubles_at: float) -> PrefillCost:

@@ -2,103 +2,91 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
+from kvtier.core.config import parse_size
 from kvtier.core.errors import ConfigError
 from kvtier.index.policies.replayed import LRU
-from kvtier.tools.replay.assumptions import Assumption, Machine
+from kvtier.tools.replay.assumptions import Machine, assume
 from kvtier.tools.replay.evidence import LEAST_REUSES, LEAST_TURNS, gather, rate_per_hour
-from kvtier.tools.replay.policies import OPTIMUM, Replayer, ReplayHits, check_policies
+from kvtier.tools.replay.options import ReplayOptions, Size
+from kvtier.tools.replay.policies import (
+    OPTIMUM,
+    Replayer,
+    ReplayHits,
+    check_policies,
+    usual_policies,
+)
 from kvtier.tools.replay.result import HitPoint, ReplayResult, Setup, TraceFacts
 from kvtier.tools.replay.savings import Prompts
-from kvtier.tools.replay.segments import Segments, find_segments
+from kvtier.tools.replay.segments import find_segments
 from kvtier.tools.replay.sizing import SizeChoice, Sizing, usual_sizes
 from kvtier.tools.replay.trace import Ints, Trace
-from kvtier.tools.replay.traces import ReadOptions, read_traces
+from kvtier.tools.replay.traces import read_traces
 from kvtier.tools.report.progress import Progress
 
 PER_MILLE = 1000
 MAX_ACCELERATORS = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Size of a tier: bytes, or a share of the bytes of all distinct blocks of the trace."""
-
-    num_bytes: int = 0
-    share: float = 0.0
-
-    def of(self, unique_bytes: int) -> int:
-        return self.num_bytes or int(self.share * unique_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """Options of a replay.
-
-    Attributes:
-        paths: files of the trace.
-        read: options of reading them.
-        machine: figures from which savings are computed.
-        assumptions: ``machine`` in words.
-        policies: policies to replay. Sizes are recommended for the first one that is not the
-            optimum.
-        sizes: sizes of host memory and disk to evaluate; by default, powers of two.
-        host_bytes, disk_bytes: tiers to evaluate in any case; 0 for none.
-    """
-
-    paths: tuple[Path, ...]
-    read: ReadOptions
-    machine: Machine
-    assumptions: tuple[Assumption, ...]
-    policies: tuple[str, ...] = (LRU, OPTIMUM)
-    sizes: tuple[Size, ...] = ()
-    host_bytes: int = 0
-    disk_bytes: int = 0
-
-
 def run_replay(options: ReplayOptions, progress: Progress, command: str = "") -> ReplayResult:
     """Read the traces, replay them, and evaluate the sizes. Raises ``ConfigError``."""
-    check_policies(options.policies)
-    done = _Steps(progress)
-    progress.begin("read", PER_MILLE)
-    trace = read_traces(options.paths, options.read, done)
-    done(1, 1)
-    done = _Steps(progress)
-    progress.begin("find reuse", PER_MILLE)
-    segments = find_segments(trace, done)
-    _check_load(trace, options.machine)
-    return _Replay(options, trace, segments, progress).result(command)
+    return _Replay(options, progress).result(command)
 
 
 class _Replay:
-    def __init__(
-        self, options: ReplayOptions, trace: Trace, segments: Segments, progress: Progress
-    ) -> None:
-        self._options, self._trace, self._segments = options, trace, segments
-        self._progress = progress
-        self._replayer = Replayer(trace, segments)
-        self._policy = next(name for name in options.policies if name != OPTIMUM)
+    def __init__(self, options: ReplayOptions, progress: Progress) -> None:
+        self._options, self._progress = options, progress
+        # All options are checked before a long trace is read.
+        self._machine, self._assumptions = assume(options)
+        self._policies = options.policy_names or usual_policies()
+        check_policies(self._policies)
+        self._policy = next(name for name in self._policies if name != OPTIMUM)
+        wanted = options.tier_sizes()
+        self._asked_bytes = (
+            parse_size(options.host_capacity, "host_capacity"),
+            parse_size(options.disk_capacity, "disk_capacity"),
+        )
+        done = self._steps("read")
+        self._trace = read_traces(options.paths, options.read, done)
+        done(1, 1)
+        self._segments = find_segments(self._trace, self._steps("find reuse"))
+        _check_load(self._trace, self._machine)
+        self._replayer = Replayer(self._trace, self._segments)
         self._kept: dict[int, ReplayHits] = {}
-        machine = options.machine
-        self._block_bytes = trace.block_tokens * machine.bytes_per_token
-        self._unique_bytes = segments.num_unique * self._block_bytes
-        self._sizes = self._chosen_sizes()
+        machine = self._machine
+        self._block_bytes = self._trace.block_tokens * machine.bytes_per_token
+        self._unique_bytes = self._segments.num_unique * self._block_bytes
+        self._sizes = self._tier_sizes(wanted)
         # Hits in the engine's own memory, which is assumed to be LRU.
-        device = self._replayer.hits(LRU, machine.device_bytes // self._block_bytes).found
-        self._num_supported = segments.num_unique // LEAST_TURNS
-        self._sizing = Sizing(trace, machine, device, self._decisive, self._num_supported)
-        self._device = device
+        self._device = self._replayer.hits(LRU, machine.device_bytes // self._block_bytes).found
+        self._num_supported = self._segments.num_unique // LEAST_TURNS
+        self._sizing = Sizing(
+            self._trace, machine, self._device, self._decisive, self._num_supported
+        )
 
-    def _chosen_sizes(self) -> list[int]:
-        options = self._options
-        if not options.sizes:
-            least = max(self._block_bytes, options.machine.device_bytes)
+    def _steps(self, title: str) -> Callable[[int, int], None]:
+        """Begin a part whose progress is shown in steps of a thousandth; return how to report."""
+        self._progress.begin(title, PER_MILLE)
+        num_shown = 0
+
+        def report(done: int, of: int) -> None:
+            nonlocal num_shown
+            steps = min(PER_MILLE, PER_MILLE * done // max(1, of))
+            for _ in range(steps - num_shown):
+                self._progress.advance()
+            num_shown = max(num_shown, steps)
+
+        return report
+
+    def _tier_sizes(self, wanted: tuple[Size, ...]) -> list[int]:
+        if not wanted:
+            least = max(self._block_bytes, self._machine.device_bytes)
             return usual_sizes(self._unique_bytes, least)
-        found = sorted({size.of(self._unique_bytes) for size in options.sizes})
+        found = sorted({size.of(self._unique_bytes) for size in wanted})
         if found[0] < self._block_bytes:
             raise ConfigError(
                 f"sizes: {found[0]:,} bytes hold no block: one takes {self._block_bytes:,} bytes "
@@ -113,7 +101,7 @@ class _Replay:
         return self._kept[num_blocks]
 
     def result(self, command: str) -> ReplayResult:
-        options, trace, sizing = self._options, self._trace, self._sizing
+        trace, sizing = self._trace, self._sizing
         curves = self._curves()
         evidence = gather(trace, self._segments)
         judged = [size for size in self._sizes if size // self._block_bytes <= self._num_supported]
@@ -129,8 +117,8 @@ class _Replay:
             command,
             self._facts(sizing.prompts),
             evidence,
-            options.machine,
-            options.assumptions,
+            self._machine,
+            self._assumptions,
             self._policy,
             curves,
             self._hit_point(self._unique_bytes, self._everything()),
@@ -142,7 +130,7 @@ class _Replay:
         )
 
     def _curves(self) -> dict[str, tuple[HitPoint, ...]]:
-        policies = self._options.policies
+        policies = self._policies
         self._progress.begin("replay", len(policies) * len(self._sizes))
         curves: dict[str, tuple[HitPoint, ...]] = {}
         for name in policies:
@@ -150,11 +138,8 @@ class _Replay:
             for num_bytes in self._sizes:
                 num_blocks = num_bytes // self._block_bytes
                 is_decisive = name == self._policy
-                hits = (
-                    self._decisive(num_blocks)
-                    if is_decisive
-                    else self._replayer.hits(name, num_blocks)
-                )
+                replay = self._decisive if is_decisive else partial(self._replayer.hits, name)
+                hits = replay(num_blocks)
                 points.append(self._hit_point(num_bytes, hits.found))
                 self._progress.advance(name)
             curves[name] = tuple(points)
@@ -176,25 +161,20 @@ class _Replay:
         return segments.per_request(np.where(segments.is_reuse, segments.length, 0))
 
     def _setups(self, choice: SizeChoice | None) -> list[Setup]:
-        options, sizing = self._options, self._sizing
-        device_bytes = options.machine.device_bytes
-        found = [Setup("as it is", device_bytes, 0, 0, sizing.without)]
-        if options.host_bytes or options.disk_bytes:
-            found.append(
-                self._setup("asked for", options.host_bytes, options.disk_bytes),
+        device_bytes, savings = self._machine.device_bytes, self._sizing.prompts.savings
+        found = [Setup("as it is", device_bytes, 0, 0, self._sizing.without)]
+        if any(self._asked_bytes):
+            host, disk = (
+                self._decisive(size // self._block_bytes).found for size in self._asked_bytes
             )
-        bought = () if choice is None else (choice.host, choice.disk)
-        if choice is not None and any(point is not None for point in bought):
-            host, disk = (0 if point is None else point.num_bytes for point in bought)
-            found.append(Setup("recommended", device_bytes, host, disk, choice.savings))
+            asked = savings(self._device, host, disk)
+            found.append(Setup("asked for", device_bytes, *self._asked_bytes, asked))
+        if choice is not None and (choice.host or choice.disk):
+            host_bytes, disk_bytes = (
+                0 if point is None else point.num_bytes for point in (choice.host, choice.disk)
+            )
+            found.append(Setup("recommended", device_bytes, host_bytes, disk_bytes, choice.savings))
         return found
-
-    def _setup(self, name: str, host_bytes: int, disk_bytes: int) -> Setup:
-        host, disk = (
-            self._decisive(size // self._block_bytes).found for size in (host_bytes, disk_bytes)
-        )
-        savings = self._sizing.prompts.savings(self._device, host, disk)
-        return Setup(name, self._options.machine.device_bytes, host_bytes, disk_bytes, savings)
 
     def _facts(self, prompts: Prompts) -> TraceFacts:
         trace = self._trace
@@ -220,17 +200,3 @@ def _check_load(trace: Trace, machine: Machine) -> None:
             f"they come within {trace.window_s:,.3g} s: {MAX_ACCELERATORS:,} accelerators would "
             "not do. Check the unit of its times, and --prefill-tokens-per-s"
         )
-
-
-class _Steps:
-    """Converts progress of a part to steps of a thousandth."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._shown = 0
-
-    def __call__(self, done: int, of: int) -> None:
-        steps = PER_MILLE * done // max(1, of)
-        for _ in range(min(steps, PER_MILLE) - self._shown):
-            self._progress.advance()
-        self._shown = max(self._shown, min(steps, PER_MILLE))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvtier.tools.replay import plots
 from kvtier.tools.replay.policies import OPTIMUM
@@ -28,7 +27,7 @@ from kvtier.tools.replay.summary import (
     unique_bytes,
 )
 from kvtier.tools.report.figures import capacity, duration, number, percent
-from kvtier.tools.report.page import render_page, write_page
+from kvtier.tools.report.page import render_page
 from kvtier.tools.report.svg import picture
 
 
@@ -47,11 +46,6 @@ class ReportRow:
 
     cells: list[str]
     style: str
-
-
-def write_report(result: ReplayResult, path: Path) -> None:
-    """Write the report to ``path``; its directory is made if missing."""
-    write_page(render_report(result), path)
 
 
 def render_report(result: ReplayResult) -> str:

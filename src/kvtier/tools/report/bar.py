@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -22,7 +20,7 @@ from kvtier.tools.report.progress import Progress
 
 
 class ProgressBar(Progress):
-    """One bar per experiment. Use as a context manager."""
+    """One bar per experiment. ``close`` it."""
 
     def __init__(self, console: Console) -> None:
         self._bars = RichProgress(
@@ -37,23 +35,17 @@ class ProgressBar(Progress):
         self._task: TaskID | None = None
 
     def begin(self, title: str, num_steps: int) -> None:
+        self._bars.start()  # not before: an error before the first step is printed alone
         self._task = self._bars.add_task(title, total=num_steps, note="")
 
     def advance(self, note: str = "") -> None:
         if self._task is not None:
             self._bars.update(self._task, advance=1, note=note)
 
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bars.stop()
+    def close(self) -> None:
+        """Leave the bars as they are."""
+        if self._task is not None:
+            self._bars.stop()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ The template of a report extends the base template and fills its blocks.
 from __future__ import annotations
 
 from importlib import resources
-from pathlib import Path
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
@@ -22,12 +21,6 @@ def render_page(template: str, **values: object) -> str:
         loader=FunctionLoader(_source),
     )
     return environment.get_template(template).render(values)
-
-
-def write_page(html: str, path: Path) -> None:
-    """Write a page to ``path``; its directory is made if missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html, encoding="utf-8")
 
 
 def _source(name: str) -> str:

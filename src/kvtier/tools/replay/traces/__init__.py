@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.tools.replay.traces.options import ReadOptions
+from kvtier.tools.replay.options import ReadOptions
 from kvtier.tools.replay.traces.reading import read_traces
 
 __all__ = ["ReadOptions", "read_traces"]

@@ -22,7 +22,7 @@ from kvtier.tools.replay.trace import BLOCKS_PER_REQUEST, Trace, TraceBuilder, c
 from kvtier.tools.replay.traces.lines import TraceLine, check_counts
 
 if TYPE_CHECKING:
-    from kvtier.tools.replay.traces.options import ReadOptions
+    from kvtier.tools.replay.options import ReadOptions
 
 NAME = "agentic sessions"
 NO_SESSION = "no session; every line of this trace is an object with requests"

@@ -21,7 +21,7 @@ from kvtier.tools.replay.traces.lines import TraceLine
 from kvtier.tools.replay.traces.plausible import check_block_tokens, check_rate
 
 if TYPE_CHECKING:
-    from kvtier.tools.replay.traces.options import ReadOptions
+    from kvtier.tools.replay.options import ReadOptions
 
 NAME = "Mooncake, Bailian"
 MOONCAKE_TOKENS, BAILIAN_TOKENS = 512, 16

@@ -13,7 +13,7 @@ from kvtier.core.errors import ConfigError, printable
 from kvtier.tools.replay.trace import Trace
 
 if TYPE_CHECKING:
-    from kvtier.tools.replay.traces.options import ReadOptions
+    from kvtier.tools.replay.options import ReadOptions
 
 MAX_WINDOW_S = 366 * 86_400
 MAX_TOKENS_PER_S = 1e6

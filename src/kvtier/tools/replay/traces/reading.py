@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Protocol
 
 from kvtier.core.errors import ConfigError
+from kvtier.tools.replay.options import ReadOptions
 from kvtier.tools.replay.trace import Trace, joined
 from kvtier.tools.replay.traces import agentic, hashed, recorded, request_log
 from kvtier.tools.replay.traces.clock import YEAR_S
 from kvtier.tools.replay.traces.lines import TraceLine, lines_of
 from kvtier.tools.replay.traces.log_lines import log_lines
-from kvtier.tools.replay.traces.options import ReadOptions
 from kvtier.tools.replay.traces.plausible import check_blocks, check_window
 
 TIME_OF_DAY = 1e8

@@ -16,8 +16,8 @@ from kvtier.tools.replay.trace import Trace, TraceBuilder, chained
 from kvtier.tools.replay.traces.lines import TraceLine, check_counts, shown
 
 if TYPE_CHECKING:
+    from kvtier.tools.replay.options import ReadOptions
     from kvtier.tools.replay.trace import Keys
-    from kvtier.tools.replay.traces.options import ReadOptions
 
 NAME = "kvtier record"
 

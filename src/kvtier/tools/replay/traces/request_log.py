@@ -26,8 +26,8 @@ from kvtier.tools.replay.traces.lines import TraceLine
 from kvtier.tools.replay.traces.log_lines import LinePieces
 
 if TYPE_CHECKING:
+    from kvtier.tools.replay.options import ReadOptions
     from kvtier.tools.replay.trace import Keys
-    from kvtier.tools.replay.traces.options import ReadOptions
 
 NAME = "request logs of vLLM, SGLang"
 
