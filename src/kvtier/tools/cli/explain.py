@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -14,6 +15,7 @@ from kvtier.tools.cli.api_keys import ApiKey, take_key
 from kvtier.tools.cli.output import AsJson
 
 STDIN = "-"
+HEADER = "X-KVTier-Explain"
 
 
 def explain(
@@ -35,17 +37,22 @@ def explain(
     """
     from rich.console import Console
 
+    from kvtier.observe.live.client import MAX_SAID, server_url
     from kvtier.tools.cli.explained import show
-    from kvtier.tools.cli.explainer import Explainer
 
     prompt = _read(prompt_file)
-    server = Explainer(url, take_key(api_key), timeout_s)
-    model = server.model()
-    found = server.explain(model, prompt, salt)
+    server, key = server_url(url), take_key(api_key)
+    try:
+        model = str(_ask(server, "/v1/models", key, timeout_s)["data"][0]["id"])[:MAX_SAID]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"url: {server} answers, but is no server of models") from error
+    body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    body |= {"cache_salt": salt} if salt else {}
+    found = _explanation(server, _ask(server, "/v1/completions", key, timeout_s, body))
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
-        show(found, f"{model} at {server.url}", Console(highlight=False, markup=False, emoji=False))
+        show(found, f"{model} at {server}", Console(highlight=False, markup=False, emoji=False))
 
 
 def _read(name: str) -> str:
@@ -57,3 +64,41 @@ def _read(name: str) -> str:
     if not prompt:
         raise ConfigError("prompt_file: the prompt is empty; give at least one word")
     return prompt
+
+
+def _explanation(server: str, answer: Any) -> dict[str, object]:
+    """Return the explanation in an answer, in the shape that ``show`` needs."""
+    from kvtier.tools.cli.explained import is_explanation
+
+    try:
+        (found,) = answer["usage"]["kvtier"]
+    except (KeyError, TypeError, ValueError):
+        found = None
+    if not is_explanation(found):
+        raise ConfigError(
+            f"url: {server} answers, but explains nothing; it is no kvtier serve, or an older one"
+        )
+    return cast("dict[str, object]", found)
+
+
+def _ask(
+    server: str,
+    path: str,
+    key: str | None,
+    timeout_s: float,
+    body: Mapping[str, object] | None = None,
+) -> Any:
+    from kvtier.observe.live.client import NoAnswerError, RefusedError, fetch
+
+    content = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", HEADER: "1"}
+    try:
+        return json.loads(fetch(server + path, timeout_s, headers, content, key))
+    except RefusedError as error:
+        raise ConfigError(
+            f"url: {server} refuses: {error.said or f'status {error.code}'}"
+        ) from error
+    except NoAnswerError as error:
+        raise ConfigError(f"url: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"url: {server} answers, but not in JSON") from error
