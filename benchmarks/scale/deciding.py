@@ -89,7 +89,7 @@ def _next_to_leave(harness: Harness, num: int) -> list[bytes]:
 
 def _memory(harness: Harness) -> float:
     """Return the bytes of the index, and of all arrays with an item per slot."""
-    beside = (harness.cache, harness.ladder._transfers._in_flight)
+    beside = (harness.cache, harness.ladder._transfers.in_flight)
     arrays = [array for owner in beside for array in _arrays(vars(owner).values())]
     return float(harness.index.num_bytes + sum(array.nbytes for array in arrays))  # type: ignore[attr-defined]
 

@@ -88,12 +88,12 @@ class LearnedTier:
             self._num_free -= len(new)
             slots = range(self._num_free, self._num_free + len(new))
         else:
-            slots = index.forget_all(index.evict(HOST, len(new)), HOST)  # type: ignore[assignment]
+            slots = index.forget(index.evict(HOST, len(new)), HOST)  # type: ignore[assignment]
         blocks = index.make(new)
-        index.begin_write_all(blocks, HOST, slots)  # type: ignore[arg-type]
+        index.begin_write(blocks, HOST, slots)  # type: ignore[arg-type]
         index.touch(blocks, self._now)
         index.set_depths(blocks, range(len(blocks)))  # type: ignore[arg-type]
-        index.commit_all(blocks, HOST, self._now)
+        index.commit(blocks, HOST, self._now)
         return len(blocks)
 
 

@@ -231,7 +231,7 @@ def poll_while_waiting(num: int, per_prompt: int) -> Row:
     cache.clear(HOST)
     storage.open_reads.clear()
     leases = [fetched(cache, labels) for labels in prompts]
-    num_transfers = len(cache._ladder._transfers.transfers)
+    num_transfers = len(cache._ladder._transfers.in_flight.all)
     cache.poll()
     seconds = timed(cache.poll, NUM_POLLS)
     assert not any(lease.ready for lease in leases)

@@ -84,8 +84,8 @@ class LeaseMachine(RuleBasedStateMachine):
         blocks = [held.lease.blocks[at] for at in places]
         for block in blocks:
             if self.index.state(block, DEVICE) is State.ABSENT:
-                self.index.begin_write(block, DEVICE, *self._slots(1))
-                self.index.commit(block, DEVICE, self.now)
+                self.index.begin_write([block], DEVICE, self._slots(1))
+                self.index.commit([block], DEVICE, self.now)
         transfer = Transfer(HOST, DEVICE, tuple(blocks))
         held.lease.wait_for(transfer, *(range(at, at + 1) for at in places))
         held.lease.arrived(transfer, self.now)
@@ -118,7 +118,7 @@ class LeaseMachine(RuleBasedStateMachine):
         leased = {block for block, place in self._leases() if place == tier}
         chosen = self.index.evict(tier, num_blocks)
         assert leased.isdisjoint(chosen)
-        self.index.forget_all(chosen, tier)
+        self.index.forget(chosen, tier)
 
     def _leases(self) -> Counter[tuple[BlockId, str]]:
         """Return how often each block has to be held in each tier."""

@@ -17,8 +17,8 @@ class Harness:
         self.index = make_key_index(dict.fromkeys(TIERS, LRU), lambda: b"n" * 32)
         self.index.expect(16)
         self.blocks = self.index.make([b"%032d" % number for number in range(8)])
-        self.index.begin_write_all(self.blocks, "disk", [Slot(at) for at in range(8)])
-        self.index.commit_all(self.blocks, "disk", 0.0)
+        self.index.begin_write(self.blocks, "disk", [Slot(at) for at in range(8)])
+        self.index.commit(self.blocks, "disk", 0.0)
         self.holds = Holds(self.index, "disk", most)
 
     def num_leases(self) -> list[int]:

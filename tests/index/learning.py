@@ -59,9 +59,9 @@ class Host(ABC):
         admitted = index.admit(new, HOST, len(self.free)) if len(new) > len(self.free) else new
         self.num_left_out += len(new) - len(admitted)
         self.evict(len(admitted) - len(self.free))
-        for block in admitted[: len(self.free)]:
-            index.begin_write(block, HOST, self.free.pop())
-            index.commit(block, HOST, now)
+        stored = admitted[: len(self.free)]
+        index.begin_write(stored, HOST, [self.free.pop() for _ in stored])
+        index.commit(stored, HOST, now)
         index.release(held, HOST)
         index.drop(DEVICE, len(blocks))
         return found
@@ -69,7 +69,7 @@ class Host(ABC):
     def evict(self, num_blocks: int) -> list[BlockId]:
         """Evict blocks, and return them."""
         chosen = self.index.evict(HOST, max(0, num_blocks))
-        self.free += self.index.forget_all(chosen, HOST)
+        self.free += self.index.forget(chosen, HOST)
         return list(chosen)
 
 

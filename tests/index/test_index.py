@@ -30,17 +30,16 @@ class Filled:
         for block in blocks:
             if self.index.state(block, tier) is State.ABSENT:
                 self.begin(block, tier)
-                self.index.commit(block, tier, float(self._next))
+                self.index.commit([block], tier, float(self._next))
         return blocks
 
     def begin(self, block: BlockId, tier: str = DEVICE) -> None:
-        self.index.begin_write(block, tier, Slot(self._next))
+        self.index.begin_write([block], tier, [Slot(self._next)])
         self._next += 1
 
     def evict(self, tier: str = DEVICE, num_blocks: int = 99) -> Sequence[BlockId]:
         chosen = self.index.evict(tier, num_blocks)
-        for block in chosen:
-            self.index.forget(block, tier)
+        self.index.forget(chosen, tier)
         self.index.check_invariants()
         return chosen
 
@@ -85,7 +84,7 @@ def test_block_that_is_being_written_is_not_matched(filled: Filled) -> None:
     (block,) = filled.index.extend(NS, [b"a"])
     filled.begin(block)
     assert filled.matched("a") == 0
-    filled.index.commit(block, DEVICE, 1.0)
+    filled.index.commit([block], DEVICE, 1.0)
     assert filled.matched("a") == 1
 
 
@@ -146,8 +145,8 @@ def test_block_used_last_leaves_last(filled: Filled) -> None:
 
 def test_leaf_of_one_tier_may_have_children_in_another(filled: Filled) -> None:
     a, b = filled.put("ab", HOST)
-    filled.index.begin_write(a, DEVICE, Slot(50))
-    filled.index.commit(a, DEVICE, 1.0)
+    filled.index.begin_write([a], DEVICE, [Slot(50)])
+    filled.index.commit([a], DEVICE, 1.0)
     assert filled.evict(DEVICE) == [a]
     assert filled.evict(HOST) == [b, a]
 
@@ -157,7 +156,7 @@ def test_block_being_written_keeps_its_parent(filled: Filled) -> None:
     b = filled.index.extend(NS, [b"a", b"b"])[1]
     filled.begin(b)
     assert filled.evict() == []
-    filled.index.abort(b, DEVICE)
+    filled.index.abort([b], DEVICE)
     assert filled.evict() == [a]
 
 
@@ -167,7 +166,7 @@ def test_blocks_on_their_way_are_not_counted_as_evictable(filled: Filled) -> Non
     filled.begin(c)
     assert filled.index.num_held(DEVICE) == 3
     assert filled.index.num_evictable(DEVICE) == 2
-    filled.index.commit(c, DEVICE, 1.0)
+    filled.index.commit([c], DEVICE, 1.0)
     assert filled.index.num_evictable(DEVICE) == 3
 
 
@@ -175,7 +174,7 @@ def test_block_that_is_leaving_is_not_matched_until_it_is_kept(filled: Filled) -
     filled.put("ab")
     chosen = filled.index.evict(DEVICE, 1)
     assert filled.matched("ab") == 1
-    filled.index.keep(chosen[0], DEVICE)
+    filled.index.keep([chosen[0]], DEVICE)
     assert filled.matched("ab") == 2
     assert filled.index.evict(DEVICE, 1) == chosen
 
@@ -187,9 +186,8 @@ def test_match_stops_at_a_hole_and_finds_the_tail_again(filled: Filled) -> None:
     filled.index.release([blocks[3]], DEVICE)
     chosen = filled.index.evict(DEVICE, 3)
     assert chosen == [blocks[3], blocks[2], blocks[1]]
-    filled.index.keep(blocks[3], DEVICE)
-    filled.index.keep(blocks[2], DEVICE)
-    filled.index.forget(blocks[1], DEVICE)
+    filled.index.keep(blocks[2:], DEVICE)
+    filled.index.forget([blocks[1]], DEVICE)
     filled.index.check_invariants()
     assert filled.matched("abcd") == 1
     assert filled.put("ab") == blocks[:2], "the same blocks, by number"
@@ -200,11 +198,9 @@ def test_match_stops_at_a_hole_and_finds_the_tail_again(filled: Filled) -> None:
 def test_hole_may_be_filled_from_another_tier(filled: Filled) -> None:
     a, b, c = filled.put("abc", DEVICE)
     filled.put("ab", HOST)
-    for block in filled.index.evict(DEVICE, 3):
-        if block == c:
-            filled.index.keep(block, DEVICE)
-        else:
-            filled.index.forget(block, DEVICE)
+    assert filled.index.evict(DEVICE, 3) == [c, b, a]
+    filled.index.keep([c], DEVICE)
+    filled.index.forget([b, a], DEVICE)
     match = filled.index.match(NS, filled.labels("abc"))
     assert match.blocks == (a, b, c)
     assert match.tiers == (HOST, HOST, DEVICE)
@@ -252,12 +248,12 @@ def test_numbers_are_never_used_twice(filled: Filled) -> None:
 def test_illegal_moves_are_noticed(filled: Filled) -> None:
     (block,) = filled.put("a")
     with pytest.raises(AssertionError, match="no move from READY to WRITING"):
-        filled.index.begin_write(block, DEVICE, Slot(9))
+        filled.index.begin_write([block], DEVICE, [Slot(9)])
     with pytest.raises(AssertionError, match="lease on"):
         filled.index.lease([block], HOST)
     filled.index.lease([block], DEVICE)
     with pytest.raises(AssertionError, match="no move from READY to ABSENT"):
-        filled.index.forget(block, DEVICE)
+        filled.index.forget([block], DEVICE)
 
 
 # -- whole paths in one call -----------------------------------------------------------------------
@@ -300,8 +296,8 @@ def test_insert_below_a_block_holds_what_it_made(filled: Filled) -> None:
 def test_insert_fills_a_hole(filled: Filled) -> None:
     blocks = filled.put("abc")
     chosen = filled.index.evict(DEVICE, 2)
-    filled.index.keep(chosen[0], DEVICE)
-    filled.index.forget(chosen[1], DEVICE)
+    filled.index.keep([chosen[0]], DEVICE)
+    filled.index.forget([chosen[1]], DEVICE)
     assert filled.matched("abc") == 1
     made = filled.index.insert(NS, filled.labels("ab"), DEVICE, slots(7, 8), 5.0)
     assert made.num_new == 1
@@ -329,14 +325,14 @@ def test_slots_of_the_prefix_that_one_tier_has_ready(filled: Filled) -> None:
 
 def test_many_blocks_in_one_call_are_as_one_after_another(filled: Filled) -> None:
     blocks = filled.index.extend(NS, filled.labels("abc"))
-    filled.index.begin_write_all(blocks, DEVICE, slots(4, 5, 6))
+    filled.index.begin_write(blocks, DEVICE, slots(4, 5, 6))
     assert filled.index.states_of(blocks, DEVICE) == [State.WRITING] * 3
-    assert filled.index.abort_all(blocks[2:], DEVICE) == slots(6)
-    filled.index.commit_all(blocks[:2], DEVICE, 1.0)
+    assert filled.index.abort(blocks[2:], DEVICE) == slots(6)
+    filled.index.commit(blocks[:2], DEVICE, 1.0)
     assert filled.index.states_of(blocks, DEVICE) == [State.READY, State.READY, State.ABSENT]
     assert filled.index.slots(blocks[:2], DEVICE) == slots(4, 5)
     chosen = filled.index.evict(DEVICE, 2)
-    assert filled.index.forget_all(chosen, DEVICE) == slots(5, 4)
+    assert filled.index.forget(chosen, DEVICE) == slots(5, 4)
     assert len(filled.index) == 0
 
 
@@ -344,15 +340,15 @@ def test_blocks_may_come_from_an_iterator(filled: Filled) -> None:
     """An iterator, which can be read once, is accepted."""
     index = filled.index
     blocks = index.extend(NS, filled.labels("abc"))
-    index.begin_write_all(iter(blocks), DEVICE, iter(slots(4, 5, 6)))
-    assert index.abort_all(iter(blocks[2:]), DEVICE) == slots(6)
-    index.commit_all(iter(blocks[:2]), DEVICE, 1.0)
+    index.begin_write(iter(blocks), DEVICE, iter(slots(4, 5, 6)))
+    assert index.abort(iter(blocks[2:]), DEVICE) == slots(6)
+    index.commit(iter(blocks[:2]), DEVICE, 1.0)
     index.touch(iter(blocks[:2]), 2.0)
     index.lease(iter(blocks[:2]), DEVICE)
     assert index.num_held(DEVICE) == 2
     index.release(iter(blocks[:2]), DEVICE)
     assert index.slots(iter(blocks[:2]), DEVICE) == slots(4, 5)
-    assert index.forget_all(iter(index.evict(DEVICE, 2)), DEVICE) == slots(5, 4)
+    assert index.forget(iter(index.evict(DEVICE, 2)), DEVICE) == slots(5, 4)
     assert len(index) == 0
 
 
@@ -361,12 +357,12 @@ def test_a_late_commit_is_no_use(filled: Filled) -> None:
     index = filled.index
     old, new, untouched = (index.extend(b"late", [label])[0] for label in (b"o", b"n", b"u"))
     for slot, block in enumerate((old, new, untouched), start=100):
-        index.begin_write(block, DEVICE, Slot(slot))
+        index.begin_write([block], DEVICE, [Slot(slot)])
     index.touch([old], 1001.0)
     index.touch([new], 1002.0)
-    index.commit(new, DEVICE, 1003.0)
-    index.commit(untouched, DEVICE, 1004.0)
-    index.commit(old, DEVICE, 1005.0)
+    index.commit([new], DEVICE, 1003.0)
+    index.commit([untouched], DEVICE, 1004.0)
+    index.commit([old], DEVICE, 1005.0)
     order = [block for block in index.evict(DEVICE, 99) if block in (old, new, untouched)]
     assert order == [old, new, untouched]
 
@@ -493,7 +489,7 @@ def test_an_index_has_as_many_tiers_as_it_is_given(kind: str) -> None:
         assert index.match(NS, [b"a", b"b"]).tiers == (tier, tier)
     index.check_invariants()
     for tier in tiers:
-        assert len(index.forget_all(index.evict(tier, 2), tier)) == 2
+        assert len(index.forget(index.evict(tier, 2), tier)) == 2
         index.check_invariants()
     assert len(index) == 0
 

@@ -125,7 +125,9 @@ class IndexMachine(RuleBasedStateMachine):
             place = self.model[path[:length]].tiers[tier]
             if place.state is State.ABSENT:
                 place.state, place.slot, place.last_use = State.WRITING, self.next_slot, -1
-                self.index.begin_write(self.model[path[:length]].block, tier, Slot(self.next_slot))
+                self.index.begin_write(
+                    [self.model[path[:length]].block], tier, [Slot(self.next_slot)]
+                )
                 self.next_slot += 1
 
     def _extend(self, path: Path, data: st.DataObject) -> list[BlockId]:
@@ -145,7 +147,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def _commit(self, known: Known, tier: str) -> None:
         self.now += 1
-        self.index.commit(known.block, tier, float(self.now))
+        self.index.commit([known.block], tier, float(self.now))
         place = known.tiers[tier]
         place.state = State.READY
         if place.last_use < 0:  # blocks that were used before their commit keep that time
@@ -159,7 +161,7 @@ class IndexMachine(RuleBasedStateMachine):
         paths = [path for path, at in self._places(State.WRITING) if at == tier]
         some = data.draw(st.permutations(paths))
         self.now += 1
-        self.index.commit_all([self.model[path].block for path in some], tier, float(self.now))
+        self.index.commit([self.model[path].block for path in some], tier, float(self.now))
         for path in some:
             place = self.model[path].tiers[tier]
             place.state = State.READY
@@ -178,7 +180,7 @@ class IndexMachine(RuleBasedStateMachine):
         if data.draw(st.booleans(), label="known"):
             self.index.set_keys(blocks, [name.key for name in names])
         assert self.index.names(blocks) == names
-        assert self.index.num_uses_of(blocks) == [self.model[path].num_uses for path in paths]
+        assert self.index.num_uses(blocks) == [self.model[path].num_uses for path in paths]
 
     @rule(path=paths, tier=tiers_of_the_index, data=st.data())
     def write_and_commit(self, path: Path, tier: str, data: st.DataObject) -> None:
@@ -232,7 +234,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         known, place, tier = self._draw(data, self._places(State.WRITING, leases=0))
-        assert self.index.abort(known.block, tier) == place.slot
+        assert self.index.abort([known.block], tier) == [place.slot]
         place.state, place.slot = State.ABSENT, -1
         self._prune()
 
@@ -283,7 +285,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.touch([known.block for known in used], float(self.now))
         for known in used:
             known.num_uses += 1
-            assert self.index.num_uses(known.block) == known.num_uses
+            assert self.index.num_uses([known.block]) == [known.num_uses]
         for tier in TIERS:
             for known in used:
                 known.tiers[tier].last_use = self.now
@@ -308,10 +310,10 @@ class IndexMachine(RuleBasedStateMachine):
         for block in chosen:
             place = self.model[names[block]].tiers[tier]
             if data.draw(st.booleans(), label="stays"):
-                self.index.keep(block, tier)
+                self.index.keep([block], tier)
                 place.state = State.READY
             else:
-                assert self.index.forget(block, tier) == place.slot
+                assert self.index.forget([block], tier) == [place.slot]
                 place.state, place.slot = State.ABSENT, -1
         self._prune()
 
@@ -374,7 +376,7 @@ class IndexMachine(RuleBasedStateMachine):
             for label in path[1:]:
                 key = next_key(key, Label(label))
             assert self.index.key(known.block) == key
-            assert self.index.name(known.block) == (path[0], len(path) - 2, key)
+            assert self.index.names([known.block]) == [(path[0], len(path) - 2, key)]
 
     @invariant()
     def states_follow_the_path(self) -> None:

@@ -42,8 +42,8 @@ def index(request: pytest.FixtureRequest) -> KeyIndex:
 def put(index: KeyIndex, keys: list[bytes], tier: str = HOST) -> Sequence[BlockId]:
     """Store blocks; a block's slot is its position in ``KEYS``."""
     blocks = index.make(keys)
-    index.begin_write_all(blocks, tier, [Slot(KEYS.index(key)) for key in keys])
-    index.commit_all(blocks, tier, 0.0)
+    index.begin_write(blocks, tier, [Slot(KEYS.index(key)) for key in keys])
+    index.commit(blocks, tier, 0.0)
     return blocks
 
 
@@ -51,13 +51,13 @@ def leaving(index: KeyIndex, num: int, tier: str = HOST) -> list[bytes]:
     """Evict the next blocks. Return their keys."""
     blocks = index.evict(tier, num)
     keys = index.keys(blocks)
-    index.forget_all(blocks, tier)
+    index.forget(blocks, tier)
     return keys
 
 
 def test_a_block_is_found_by_its_key_in_every_tier_that_has_it(index: KeyIndex) -> None:
     blocks = put(index, KEYS[:2])
-    index.begin_write_all(blocks[:1], DISK, [Slot(7)])
+    index.begin_write(blocks[:1], DISK, [Slot(7)])
     assert index.find_all(KEYS[:3]) == KeyMatches(
         [*blocks, NO_BLOCK],
         bytes([State.READY, State.WRITING, State.READY, State.ABSENT, 0, 0]),
@@ -84,7 +84,7 @@ def test_missing_key_that_is_named_twice_is_missing_once(index: KeyIndex) -> Non
     [block] = put(index, KEYS[:1])
     named = [KEYS[2], KEYS[0], KEYS[1], KEYS[2], KEYS[1]]
     assert index.missing(named, HOST) == ([KEYS[2], KEYS[1]], [block])
-    index.begin_write_all(index.make(KEYS[1:2]), HOST, [Slot(1)])
+    index.begin_write(index.make(KEYS[1:2]), HOST, [Slot(1)])
     assert index.missing(dict.fromkeys(named), HOST) == ([KEYS[2]], [block])
 
 
@@ -106,7 +106,7 @@ def test_hash_follows_from_the_whole_key(index: KeyIndex) -> None:
 def test_a_block_has_a_name_for_storage(index: KeyIndex) -> None:
     [block] = put(index, KEYS[:1])
     index.set_depths([block], [17])
-    assert index.name(block) == BlockName(NS, 17, next_key(NS, KEYS[0]))
+    assert index.names([block]) == [BlockName(NS, 17, next_key(NS, KEYS[0]))]
 
 
 def test_who_was_used_longest_ago_leaves_first_and_the_start_of_a_prompt_last(
@@ -120,10 +120,10 @@ def test_who_was_used_longest_ago_leaves_first_and_the_start_of_a_prompt_last(
 
 def test_a_late_commit_is_no_use(index: KeyIndex) -> None:
     blocks = index.make(KEYS[:3])
-    index.begin_write_all(blocks, HOST, [Slot(0), Slot(1), Slot(2)])
+    index.begin_write(blocks, HOST, [Slot(0), Slot(1), Slot(2)])
     index.touch(blocks[:2], 1.0)
-    index.commit_all(blocks[1::-1], HOST, 2.0)
-    index.commit_all(blocks[2:], HOST, 2.0)
+    index.commit(blocks[1::-1], HOST, 2.0)
+    index.commit(blocks[2:], HOST, 2.0)
     assert leaving(index, 3) == [KEYS[1], KEYS[0], KEYS[2]]
 
 
@@ -175,7 +175,7 @@ def test_what_is_expected_has_room_and_what_is_known_stays(index: KeyIndex) -> N
     num_bytes = index.num_bytes if isinstance(index, NativeKeyIndex) else 0
     names = [number.to_bytes(36, "big") for number in range(1, 4_000)]
     more = index.make(names)
-    index.begin_write_all(more, DISK, map(Slot, range(len(more))))
+    index.begin_write(more, DISK, map(Slot, range(len(more))))
     assert index.find_all(names).blocks == more
     if isinstance(index, NativeKeyIndex):
         assert index.num_bytes == num_bytes, "nothing had to be made for them"
@@ -189,17 +189,17 @@ def test_misuse_is_told(index: KeyIndex) -> None:
     with pytest.raises(KeyError, match="no tier"):
         index.slots([block], "tape")
     with pytest.raises(AssertionError, match="no move"):
-        index.begin_write(block, HOST, Slot(1))
+        index.begin_write([block], HOST, [Slot(1)])
     with pytest.raises(AssertionError, match="released more often"):
         index.release([block], HOST)
     with pytest.raises(ValueError, match="slot -1"):
-        index.begin_write(block, DISK, Slot(-1))
+        index.begin_write([block], DISK, [Slot(-1)])
     index.lease([block], HOST)
     assert index.lose(block, HOST) is None
-    index.begin_write(block, DISK, Slot(1))
+    index.begin_write([block], DISK, [Slot(1)])
     index.lease([block], DISK)
     with pytest.raises(AssertionError, match="leased block"):
-        index.abort(block, DISK)
+        index.abort([block], DISK)
 
 
 class Both:
@@ -310,7 +310,7 @@ class KeyIndexMachine(RuleBasedStateMachine):
         if is_used:
             self.index.write_new(absent, tier, [Slot(slot) for slot in slots])
         else:
-            self.index.begin_write_all(self.index.make(absent), tier, list(slots))
+            self.index.begin_write(self.index.make(absent), tier, list(slots))
 
     @rule(tier=tiers, depth=st.integers(0, 1 << 31))
     def end_all(self, tier: str, depth: int) -> None:
@@ -321,9 +321,9 @@ class KeyIndexMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, is_good: bool) -> None:
         found = self.pick(data, State.WRITING)
         if found is not None and is_good:
-            self.index.commit(*found, 0.0)
+            self.index.commit([found[0]], found[1], 0.0)
         elif found is not None and found not in self.leases:
-            self.index.abort(*found)
+            self.index.abort([found[0]], found[1])
 
     @rule(keys=some_keys)
     def touch(self, keys: list[bytes]) -> None:
@@ -357,11 +357,11 @@ class KeyIndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leaving)
     @rule(stays=st.booleans())
     def leave(self, stays: bool) -> None:
-        found = self.leaving.pop(0)
+        block, tier = self.leaving.pop(0)
         if stays:
-            self.index.keep(*found)
+            self.index.keep([block], tier)
         else:
-            self.index.forget(*found)
+            self.index.forget([block], tier)
 
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:

@@ -50,8 +50,8 @@ def both(places: Sequence[bytes]) -> list[bytes]:
 def put(index: KeyIndex, keys: Sequence[bytes], tier: str = HOST) -> list[BlockId]:
     blocks = list(index.make(keys))
     slots = [Slot(3 * PLACES.index(key[:3]) + key[3]) for key in keys]
-    index.begin_write_all(blocks, tier, slots)
-    index.commit_all(blocks, tier, 0.0)
+    index.begin_write(blocks, tier, slots)
+    index.commit(blocks, tier, 0.0)
     return blocks
 
 

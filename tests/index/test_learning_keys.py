@@ -78,7 +78,7 @@ def left(index: KeyIndex, num: int, tier: str = HOST) -> list[bytes]:
     """Evict blocks. Return their keys."""
     blocks = index.evict(tier, num)
     keys = index.keys(blocks)
-    index.forget_all(blocks, tier)
+    index.forget(blocks, tier)
     return keys
 
 
@@ -129,12 +129,12 @@ def test_what_was_made_beforehand_holds_keys_of_any_size_and_more_of_them(key_by
         if at == 2_000:
             index.expect(800_000)  # too late: known blocks are not moved
         if at % 400 == 300:
-            free += index.forget_all(index.evict(HOST, 30), HOST)
+            free += index.forget(index.evict(HOST, 30), HOST)
         prompt = keys[at : at + 20]
         index.on_request(prompt, float(at))
         blocks = index.make(prompt)
-        index.begin_write_all(blocks, HOST, [Slot(free.pop()) for _ in blocks])
-        index.commit_all(blocks, HOST, float(at))
+        index.begin_write(blocks, HOST, [Slot(free.pop()) for _ in blocks])
+        index.commit(blocks, HOST, float(at))
     index.check_invariants()
     known = index.find_all(keys).known
     assert index.num_held(HOST) == len(known) == len(keys) - 15 * 30

@@ -96,7 +96,7 @@ def test_time_that_is_in_no_order_is_refused(index: PromptIndex, now: float) -> 
         lambda: insert(index, 3, now=now),
         lambda: insert(index, 1, now=now),
         lambda: index.touch(blocks, now),
-        lambda: index.commit(blocks[0], DEVICE, now),
+        lambda: index.commit([blocks[0]], DEVICE, now),
     ):
         with pytest.raises(ValueError, match=f"finite number of seconds, not {now}"):
             change()
@@ -108,7 +108,7 @@ def test_time_that_is_in_no_order_is_refused(index: PromptIndex, now: float) -> 
 def test_what_is_no_slot_is_refused(index: PromptIndex, slot: int) -> None:
     insert(index, 1)
     with pytest.raises(ValueError, match=f"slot {slot} is not in 0 .. 2"):
-        index.begin_write(index.match(b"space", [b"1"]).blocks[0], HOST, Slot(slot))
+        index.begin_write([index.match(b"space", [b"1"]).blocks[0]], HOST, [Slot(slot)])
     assert index.num_held(HOST) == 0
     index.check_invariants()
 

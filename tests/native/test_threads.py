@@ -131,7 +131,7 @@ def test_every_thread_may_have_an_index() -> None:
     def work(n: int) -> None:
         live(indexes[n], n)
         evicted = indexes[n].evict("device", 32)
-        assert len(indexes[n].forget_all(evicted, "device")) == 32
+        assert len(indexes[n].forget(evicted, "device")) == 32
         indexes[n].check_invariants()
         assert len(indexes[n]) == 0
 

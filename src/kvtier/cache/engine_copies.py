@@ -85,7 +85,7 @@ class EngineCopies:
         blocks = select(blocks, mine)
         self._end(blocks, slots)
         self._doubted.difference_update(blocks)
-        self._ladder.free(self._index.abort_all(blocks, self._memory))
+        self._ladder.free(self._index.abort(blocks, self._memory))
 
     def _reserved_among(self, blocks: Sequence[BlockId]) -> tuple[Int64s, Int64s]:
         """Return the positions of reserved blocks, each once, and their slots.

@@ -518,7 +518,7 @@ class LocalBlockCache(BlockCache):
 
     def _read(self, blocks: Sequence[BlockId], storage: str, urgent: bool = True) -> None:
         self.ladder.on_admit(self._index.hashes(blocks), blocks)
-        for begun in self.ladder.promote(blocks, storage, urgent):
+        for _, begun in self.ladder.promote(blocks, storage, urgent):
             slots = self._index.slots(begun, self.memory)
             self.slots.fill(begun, slots, self._tiers.index(storage))
 

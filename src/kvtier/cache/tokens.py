@@ -401,7 +401,7 @@ class Cache:
         """Copy missing blocks one tier down, according to the write policy."""
         wanted = lease.blocks
         if self.config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
-            uses = zip(wanted, self._index.num_uses_of(wanted), strict=True)
+            uses = zip(wanted, self._index.num_uses(wanted), strict=True)
             wanted = [block for block, num in uses if num >= self.config.store_after_uses]
         if self.config.write_policy is not WritePolicy.WRITE_BACK and not lease.is_left_out:
             stored = self._ladder.store(wanted, lease.num_stored, lease.stores)

@@ -63,12 +63,8 @@ class BlockIndex(ABC):
         """Return the nearest ancestor of each of ``blocks`` that is ready in ``tier``."""
 
     @abstractmethod
-    def num_uses(self, block: BlockId) -> int:
-        """Return the number of times the block was touched."""
-
-    def num_uses_of(self, blocks: Iterable[BlockId]) -> Sequence[int]:
-        """Return the number of uses of each block."""
-        return [self.num_uses(block) for block in blocks]
+    def num_uses(self, blocks: Iterable[BlockId]) -> Sequence[int]:
+        """Return the number of times each block was touched."""
 
     @abstractmethod
     def num_leases(self, block: BlockId, tier: str) -> int:
@@ -87,12 +83,8 @@ class BlockIndex(ABC):
         """Return the number of blocks that occupy a slot of ``tier``."""
 
     @abstractmethod
-    def name(self, block: BlockId) -> BlockName:
-        """Return the name of the block outside of this process, with its key."""
-
     def names(self, blocks: Sequence[BlockId]) -> Sequence[BlockName]:
-        """Return the name of each block."""
-        return [self.name(block) for block in blocks]
+        """Return the name of each block outside of this process, with its key."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -101,34 +93,20 @@ class BlockIndex(ABC):
     # -- writing: absent -> writing -> ready ------------------------------------------------------
 
     @abstractmethod
-    def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
-        """Note that ``slot`` of ``tier`` is being filled with ``block``."""
-
-    def begin_write_all(self, blocks: Iterable[BlockId], tier: str, slots: Iterable[Slot]) -> None:
-        """Call ``begin_write`` for each block."""
-        for block, slot in zip(blocks, slots, strict=True):
-            self.begin_write(block, tier, slot)
+    def begin_write(self, blocks: Iterable[BlockId], tier: str, slots: Iterable[Slot]) -> None:
+        """Note that slots of ``tier`` are being filled with blocks."""
 
     @abstractmethod
-    def commit(self, block: BlockId, tier: str, now: float) -> None:
-        """Note that the block's bytes are in its slot of ``tier``. It can be matched now.
+    def commit(self, blocks: Iterable[BlockId], tier: str, now: float) -> None:
+        """Note that the bytes of blocks are in their slots of ``tier``. They can be matched now.
 
-        This counts as a use, unless the block was touched since its write began: then the end of
-        the copy is no new use.
+        The order breaks ties between victims. It counts as a use, unless the block was touched
+        since its write began: then the end of the copy is no new use.
         """
 
-    def commit_all(self, blocks: Iterable[BlockId], tier: str, now: float) -> None:
-        """Call ``commit`` for each block in order. The order breaks ties between victims."""
-        for block in blocks:
-            self.commit(block, tier, now)
-
     @abstractmethod
-    def abort(self, block: BlockId, tier: str) -> Slot:
-        """Note that the write failed: the block is absent from ``tier``. Return its slot."""
-
-    def abort_all(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
-        """Call ``abort`` for each block."""
-        return [self.abort(block, tier) for block in blocks]
+    def abort(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
+        """Note that writes failed: the blocks are absent from ``tier``. Return their slots."""
 
     # -- admission --------------------------------------------------------------------------------
 
@@ -194,20 +172,16 @@ class BlockIndex(ABC):
         """
 
     @abstractmethod
-    def forget(self, block: BlockId, tier: str) -> Slot:
-        """Finish an eviction from ``tier``. Return the block's slot, which is free now."""
-
-    def forget_all(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
-        """Call ``forget`` for each block."""
-        return [self.forget(block, tier) for block in blocks]
+    def forget(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
+        """Finish evictions from ``tier``. Return the blocks' slots, which are free now."""
 
     def drop(self, tier: str, num_blocks: int) -> Sequence[Slot]:
         """Evict and forget up to ``num_blocks`` blocks. Return the slots that are free now."""
-        return self.forget_all(self.evict(tier, num_blocks), tier)
+        return self.forget(self.evict(tier, num_blocks), tier)
 
     @abstractmethod
-    def keep(self, block: BlockId, tier: str) -> None:
-        """Cancel an eviction from ``tier``: the block is ready again."""
+    def keep(self, blocks: Iterable[BlockId], tier: str) -> None:
+        """Cancel evictions from ``tier``: the blocks are ready again."""
 
     @abstractmethod
     def lose(self, block: BlockId, tier: str) -> Slot | None:

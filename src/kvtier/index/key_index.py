@@ -136,9 +136,6 @@ class KeyIndex(BlockIndex):
     def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
         """Return the key of each block, as the engine gave it."""
 
-    def name(self, block: BlockId) -> BlockName:
-        return self.names([block])[0]
-
     def names(self, blocks: Sequence[BlockId]) -> list[BlockName]:
         namespace = self._namespace()
         known = zip(map(self.depth, blocks), child_keys(namespace, self.keys(blocks)), strict=True)
@@ -181,7 +178,7 @@ class KeyIndex(BlockIndex):
         their ``hashes``.
         """
         blocks = self.make(keys)
-        self.begin_write_all(blocks, tier, slots)
+        self.begin_write(blocks, tier, slots)
         self.touch(blocks, now)
         return blocks, self.hashes(blocks)
 
@@ -193,7 +190,7 @@ class KeyIndex(BlockIndex):
         The first ones are evicted last. depths: see ``set_depths``.
         """
         self.set_depths(blocks, depths)
-        self.commit_all(blocks[::-1], tier, now)
+        self.commit(blocks[::-1], tier, now)
 
     @abstractmethod
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:

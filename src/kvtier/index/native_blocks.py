@@ -23,10 +23,7 @@ class NativeBlocks(BlockIndex):
     def slots(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
         return cast("Sequence[Slot]", self._core.slots(blocks, tier))
 
-    def num_uses(self, block: BlockId) -> int:
-        return self._core.num_uses(block)
-
-    def num_uses_of(self, blocks: Iterable[BlockId]) -> Sequence[int]:
+    def num_uses(self, blocks: Iterable[BlockId]) -> Sequence[int]:
         return self._core.num_uses_of(blocks)
 
     def num_leases(self, block: BlockId, tier: str) -> int:
@@ -46,19 +43,10 @@ class NativeBlocks(BlockIndex):
     def __len__(self) -> int:
         return len(self._core)
 
-    def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
-        self._core.begin_write((block,), tier, (slot,))
-
-    def begin_write_all(self, blocks: Iterable[BlockId], tier: str, slots: Iterable[Slot]) -> None:
+    def begin_write(self, blocks: Iterable[BlockId], tier: str, slots: Iterable[Slot]) -> None:
         self._core.begin_write(blocks, tier, slots)
 
-    def commit(self, block: BlockId, tier: str, now: float) -> None:
-        self.commit_all((block,), tier, now)
-
-    def abort(self, block: BlockId, tier: str) -> Slot:
-        return self.abort_all((block,), tier)[0]
-
-    def abort_all(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
+    def abort(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
         return cast("Sequence[Slot]", self._core.abort(blocks, tier))
 
     def set_recompute_slope(self, at_blocks: float) -> None:
@@ -76,14 +64,11 @@ class NativeBlocks(BlockIndex):
     def evict(self, tier: str, num_blocks: int) -> Sequence[BlockId]:
         return cast("Sequence[BlockId]", self._core.evict(tier, num_blocks))
 
-    def forget(self, block: BlockId, tier: str) -> Slot:
-        return self.forget_all((block,), tier)[0]
-
-    def forget_all(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
+    def forget(self, blocks: Iterable[BlockId], tier: str) -> Sequence[Slot]:
         return cast("Sequence[Slot]", self._core.forget(blocks, tier))
 
-    def keep(self, block: BlockId, tier: str) -> None:
-        self._core.keep((block,), tier)
+    def keep(self, blocks: Iterable[BlockId], tier: str) -> None:
+        self._core.keep(blocks, tier)
 
     def lose(self, block: BlockId, tier: str) -> Slot | None:
         return cast("Slot | None", self._core.lose(block, tier))

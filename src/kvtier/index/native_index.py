@@ -14,7 +14,6 @@ from kvtier.core.keys import Labels, next_keys
 from kvtier.core.types import (
     BlockId,
     BlockKey,
-    BlockName,
     BlockNames,
     Label,
     Match,
@@ -73,10 +72,6 @@ class NativeIndex(NativeBlocks, PromptIndex):
         self._core.set_keys(blocks, keys)
         return keys[-1] if keys else BlockKey(previous)
 
-    def name(self, block: BlockId) -> BlockName:
-        namespace, depth = self._core.origin(block)
-        return BlockName(namespace, depth, self.key(block))
-
     def names(self, blocks: Sequence[BlockId]) -> BlockNames:
         namespaces, depths, keys, are_all_known = self._core.names(blocks)
         if not are_all_known:
@@ -100,7 +95,7 @@ class NativeIndex(NativeBlocks, PromptIndex):
     ) -> Sequence[BlockId]:
         return cast("Sequence[BlockId]", self._core.extend(namespace, labels, after))
 
-    def commit_all(self, blocks: Iterable[BlockId], tier: str, now: float) -> None:
+    def commit(self, blocks: Iterable[BlockId], tier: str, now: float) -> None:
         self._core.commit(blocks, tier, now)
 
     def insert(

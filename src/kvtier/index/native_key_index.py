@@ -88,7 +88,7 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
         self._core.set_depths(blocks, depths)
 
-    def commit_all(self, blocks: Iterable[BlockId], tier: str, now: float) -> None:
+    def commit(self, blocks: Iterable[BlockId], tier: str, now: float) -> None:
         check_time(now)
         self._core.commit(blocks, tier)
 

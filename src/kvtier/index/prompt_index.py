@@ -143,8 +143,8 @@ class PromptIndex(BlockIndex):
             if self.state(block, tier) is State.READY:
                 [slot] = self.slots([block], tier)
             else:
-                self.begin_write(block, tier, slot)
-                self.commit(block, tier, now)
+                self.begin_write([block], tier, [slot])
+                self.commit([block], tier, now)
                 num_new += 1
             placed.append(slot)
         if hold:

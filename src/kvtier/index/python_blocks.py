@@ -88,8 +88,8 @@ class PythonBlocks(BlockIndex):
     def slots(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
         return [self._residency(block, tier).slot for block in blocks]
 
-    def num_uses(self, block: BlockId) -> int:
-        return self._entry(block).num_uses
+    def num_uses(self, blocks: Iterable[BlockId]) -> list[int]:
+        return [self._entry(block).num_uses for block in blocks]
 
     def num_leases(self, block: BlockId, tier: str) -> int:
         return self._residency(block, tier).leases
@@ -102,25 +102,29 @@ class PythonBlocks(BlockIndex):
 
     # -- changes ----------------------------------------------------------------------------------
 
-    def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
-        check_slot(slot)
-        residency, position = self._residency(block, tier), self._position(tier)
-        residency.move(State.WRITING)
-        residency.slot, residency.was_used = slot, False
-        self._num_held[position] += 1
-        self._arrived(block, position)
+    def begin_write(self, blocks: Iterable[BlockId], tier: str, slots: Iterable[Slot]) -> None:
+        position = self._position(tier)
+        for block, slot in zip(blocks, slots, strict=True):
+            check_slot(slot)
+            residency = self._residency(block, tier)
+            residency.move(State.WRITING)
+            residency.slot, residency.was_used = slot, False
+            self._num_held[position] += 1
+            self._arrived(block, position)
 
-    def commit(self, block: BlockId, tier: str, now: float) -> None:
+    def commit(self, blocks: Iterable[BlockId], tier: str, now: float) -> None:
         check_time(now)
-        residency, position = self._residency(block, tier), self._position(tier)
-        residency.move(State.READY)
-        self._num_idle[position] += residency.leases == 0
-        if not residency.was_used:
-            self._used(block, position, now)
-        self._review(block, position)
+        position = self._position(tier)
+        for block in blocks:
+            residency = self._residency(block, tier)
+            residency.move(State.READY)
+            self._num_idle[position] += residency.leases == 0
+            if not residency.was_used:
+                self._used(block, position, now)
+            self._review(block, position)
 
-    def abort(self, block: BlockId, tier: str) -> Slot:
-        return self._remove(block, tier)
+    def abort(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
+        return [self._remove(block, tier) for block in blocks]
 
     def lease(self, blocks: Iterable[BlockId], tier: str) -> None:
         for block in blocks:
@@ -146,16 +150,18 @@ class PythonBlocks(BlockIndex):
         self._num_idle[position] -= 1
         self._leaves(block, position)
 
-    def forget(self, block: BlockId, tier: str) -> Slot:
-        return self._remove(block, tier)
+    def forget(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
+        return [self._remove(block, tier) for block in blocks]
 
-    def keep(self, block: BlockId, tier: str) -> None:
-        residency, position = self._residency(block, tier), self._position(tier)
-        assert residency.state is State.EVICTING, "only what is being evicted may be kept"
-        residency.move(State.READY)
-        self._num_idle[position] += 1
-        self._arrived(block, position)
-        self._review(block, position)
+    def keep(self, blocks: Iterable[BlockId], tier: str) -> None:
+        position = self._position(tier)
+        for block in blocks:
+            residency = self._residency(block, tier)
+            assert residency.state is State.EVICTING, "only what is being evicted may be kept"
+            residency.move(State.READY)
+            self._num_idle[position] += 1
+            self._arrived(block, position)
+            self._review(block, position)
 
     def lose(self, block: BlockId, tier: str) -> Slot | None:
         if self._residency(block, tier).leases:

@@ -93,7 +93,10 @@ class PythonIndex(PythonBlocks, PromptIndex):
             previous = node.key
         return BlockKey(previous)
 
-    def name(self, block: BlockId) -> BlockName:
+    def names(self, blocks: Sequence[BlockId]) -> list[BlockName]:
+        return [self._name(block) for block in blocks]
+
+    def _name(self, block: BlockId) -> BlockName:
         depth, node = -1, self._trie.nodes[block]
         while node.parent is not None:
             depth, node = depth + 1, node.parent

@@ -329,7 +329,7 @@ class Harness:
 
     def wait(self) -> None:
         """Wait until all copies are done. The cache notices none before the next poll."""
-        for transfer in self.cache._ladder._transfers.transfers:
+        for transfer in self.cache._ladder._transfers.in_flight.all:
             assert transfer.job is None or transfer.job.wait(60), "a copy hangs"
 
     def wait_for_threads(self) -> None:

@@ -43,7 +43,7 @@ def small_steps() -> Iterator[None]:
     """Make every layer of a load a step, and lengthen the time-outs for slow machines."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvtier.cache.transfer.staging.STEP_BYTES", 1)
-        patch.setattr("kvtier.cache.transfer.layer_gate.PATIENCE_S", 60.0)
+        patch.setattr("kvtier.cache.transfer.copy_job.PATIENCE_S", 60.0)
         patch.setattr(
             "kvtier.cache.transfer.local.TIMEOUT_S", {"find": 1e3, "read": 1e3, "write": 1e3}
         )

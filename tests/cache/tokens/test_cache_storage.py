@@ -117,7 +117,7 @@ def test_pieces_are_copied_on_while_the_next_is_read(restarted: Harness) -> None
     request = restarted.ask(LONG)
     reads = [
         transfer
-        for transfer in restarted.cache._ladder._transfers.transfers
+        for transfer in restarted.cache._ladder._transfers.in_flight.all
         if transfer.src == DISK
     ]
     assert [len(read.blocks) for read in reads] == [2, 2]
@@ -125,7 +125,7 @@ def test_pieces_are_copied_on_while_the_next_is_read(restarted: Harness) -> None
     restarted.cache.poll()
     copies = [
         transfer
-        for transfer in restarted.cache._ladder._transfers.transfers
+        for transfer in restarted.cache._ladder._transfers.in_flight.all
         if transfer.src == HOST
     ]
     assert copies[0].job is not None
@@ -379,7 +379,7 @@ def serve_while_writes_hang(harness: Harness, tokens: list[int]) -> Request:
     harness.compute(request, len(request.labels))
     harness.cache.commit(request.lease, len(request.labels))
     harness.release(request)
-    transfers = harness.cache._ladder._transfers.transfers
+    transfers = harness.cache._ladder._transfers.in_flight.all
     until(harness, lambda: all(transfer.dst == DISK for transfer in transfers))
     return request
 

@@ -111,7 +111,8 @@ def test_copies_in_flight_leave_nothing_of_a_deleted_prompt(make_harness: MakeHa
     harness.compute(request, 4)
     harness.cache.commit(request.lease, 4)
     harness.release(request)
-    until(harness, lambda: any(t.dst == DISK for t in harness.cache._ladder._transfers.transfers))
+    in_flight = harness.cache._ladder._transfers.in_flight
+    until(harness, lambda: any(transfer.dst == DISK for transfer in in_flight.all))
     deletion = delete(harness, LONG)
     assert not harness.cache.is_deleted(deletion)
     harness.storage.open_writes.set()

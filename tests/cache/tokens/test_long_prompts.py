@@ -320,7 +320,7 @@ def test_a_follower_begins_after_its_leader_or_ends_with_it(
     blocks = harness.cache.match(NS, token_labels(tokens, BLOCK_SIZE)).blocks
     harness.storage.spoiled.update(harness.cache._index.key(blocks[at]) for at in spoiled)
     request = harness.ask(tokens)
-    transfers = harness.cache._ladder._transfers.transfers
+    transfers = harness.cache._ladder._transfers.in_flight.all
     for leader in [transfer for transfer in transfers if transfer.src == DISK]:
         assert [follower.src for follower in leader.followers] == [HOST]
         assert leader.followers[0].blocks == leader.blocks

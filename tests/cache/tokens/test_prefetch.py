@@ -88,7 +88,7 @@ def test_what_was_not_begun_is_not_read_after_the_end(harness: Harness) -> None:
     assert harness.storage.is_reading.wait(60)
     harness.end_prefetch(prefetch)
     harness.check()
-    assert len(harness.cache._ladder._transfers.transfers) == 1
+    assert len(harness.cache._ladder._transfers.in_flight.all) == 1
     harness.storage.open_reads.set()
     assert harness.cache.drain()
     assert len(harness.storage.reads) == 1

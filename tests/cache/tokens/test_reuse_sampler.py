@@ -37,14 +37,14 @@ class Tiers:
         for tier in tiers:
             slots = [Slot(self._num_slots + at) for at in range(len(keys))]
             self._num_slots += len(keys)
-            self.index.begin_write_all(blocks, tier, slots)
-            self.index.commit_all(blocks, tier, self.clock.now)
+            self.index.begin_write(blocks, tier, slots)
+            self.index.commit(blocks, tier, self.clock.now)
         self.returns.on_admit(map(hash, keys), blocks)
 
     def evict(self, num: int, tier: str = HOST) -> None:
         leaving = self.index.evict(tier, num)
         self.returns.on_evict(leaving, tier)
-        self.index.forget_all(leaving, tier)
+        self.index.forget(leaving, tier)
 
     def returned(self, tier: str = HOST) -> float:
         return count(self.metrics, NAME, tier=tier)

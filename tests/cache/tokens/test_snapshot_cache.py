@@ -65,9 +65,9 @@ class SnapshotHarness(Harness):
         if lease.broken or not lease.ready or lease.start is None:
             return
         held = self.contents()[DEVICE]
-        for slot, right in zip(
-            lease.start.slots, self.states(request, lease.start.at), strict=True
-        ):
+        assert lease.decision is not None
+        states = self.states(request, lease.decision.plan.num_reused_blocks)
+        for slot, right in zip(lease.start.slots, states, strict=True):
             assert np.array_equal(held[slot], right), "wrong bytes in a snapshot"
 
 

@@ -98,7 +98,8 @@ class WindowHarness(Harness):
             assert np.array_equal(held[slot], mark), "somebody wrote into a ring"
         if lease.broken or not lease.ready or lease.start is None:
             return
-        cut = lease.start.at
+        assert lease.decision is not None
+        cut = lease.decision.plan.num_reused_blocks
         expected = [
             block for at in self.shape.ends_in_reach(cut)[::-1] for block in self.cell(request, at)
         ]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.cache.transfer import Job, Lane, TransferEngine, stage
-from kvtier.cache.transfer.batching import MAX_COPIES, coalesce, split
+from kvtier.cache.transfer.staging import MAX_COPIES, coalesce, split
 from kvtier.core.errors import Closed, DeviceError
 from kvtier.core.types import BlockKey, BlockName, BlockNames, Slot, keys_of
 from kvtier.devices import CopyBatch, Direction, Fence

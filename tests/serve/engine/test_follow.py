@@ -358,7 +358,7 @@ def test_a_device_that_always_fails_costs_a_recomputation(
 def test_a_load_that_hangs_holds_up_nobody_for_long(
     make: Make, text: str, faulty: FaultyDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.cache.transfer.layer_gate.PATIENCE_S", 0.01)
+    monkeypatch.setattr("kvtier.cache.transfer.copy_job.PATIENCE_S", 0.01)
     engine = make(changed())
     tokens = engine.tokenizer.encode(text)
     prompt, other = tokens[:200], tokens[300:400]
@@ -394,7 +394,7 @@ def test_a_load_past_its_deadline_is_recomputed(
 def test_a_client_may_leave_while_its_prompt_follows(
     make: Make, text: str, faulty: FaultyDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.cache.transfer.layer_gate.PATIENCE_S", 0.01)
+    monkeypatch.setattr("kvtier.cache.transfer.copy_job.PATIENCE_S", 0.01)
     engine = make(changed())
     prompt = engine.tokenizer.encode(text)[:200]
     cold = ask(engine, prompt)

@@ -369,7 +369,7 @@ def test_a_running_request_holds_its_ring_and_no_more(
             assert request.lease is not None
             index = engine.cache._index
             leased = sum(index.num_leases(node.block, DEVICE) for node in index.nodes())
-            is_copied = bool(engine.cache._ladder._transfers.transfers)
+            is_copied = bool(engine.cache._ladder._transfers.in_flight.all)
             seen.append((len(request.lease.ring), 0 if is_copied else leased))
 
         for _ in range(2):

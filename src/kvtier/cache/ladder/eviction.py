@@ -189,7 +189,7 @@ class Eviction:
         if leaving and tier in self._topology.storages and (for_good or not self._evicts(tier)):
             keys = keys_of(self._index.names(leaving))
             self._mover.drop(tier, keys, for_good)
-        return self._index.forget_all(leaving, tier)
+        return self._index.forget(leaving, tier)
 
     def _evicts(self, storage: str) -> bool:
         return self._mover.storages[storage].evicts

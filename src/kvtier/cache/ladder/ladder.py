@@ -10,23 +10,21 @@ from typing import NamedTuple
 from kvtier.cache.ladder.admission import Admission, TransientBlocks
 from kvtier.cache.ladder.cost_metrics import CostMetrics, RecomputeWeight
 from kvtier.cache.ladder.eviction import Eviction
-from kvtier.cache.ladder.loads import Loads, Probes
-from kvtier.cache.ladder.lookup_batch import WantedBlocks
+from kvtier.cache.ladder.loads import Loads
 from kvtier.cache.ladder.options import LadderCallbacks, LadderOptions
-from kvtier.cache.ladder.prefetch import Prefetch
 from kvtier.cache.ladder.reuse_sampler import ReuseSampler
-from kvtier.cache.ladder.storage_lookup import LookupPatience, PendingLookup, StorageLookup
-from kvtier.cache.ladder.stores import StorageWriter, Stored, Stores, WriteBack
+from kvtier.cache.ladder.storage_lookup import LookupPatience, StorageLookup
+from kvtier.cache.ladder.stores import Stores
 from kvtier.cache.ladder.topology import Topology
 from kvtier.cache.ladder.transfers import Transfers
 from kvtier.cache.ladder.write_queues import WriteQueues
 from kvtier.cache.transfer import Mover, Waiter
 from kvtier.core.errors import UsageError
-from kvtier.core.types import NO_BLOCK, BlockId, BlockKey, Direct, Match, Slot
+from kvtier.core.types import NO_BLOCK, BlockId, BlockKey, Direct, Slot
 from kvtier.index import BlockIndex, KeyIndex, State
 from kvtier.observe import Metrics
 from kvtier.observe.specs import BREAKER_STATE, QUEUED_SECONDS, SLOT_BYTES, TRANSFERS_IN_FLIGHT
-from kvtier.plan import Copy, CostModel, Costs
+from kvtier.plan import Copy, CostModel
 from kvtier.tiers import Quota, SlotAllocator, StorageTier
 
 METRICS_PERIOD_S = 1.0
@@ -131,39 +129,53 @@ class Ladder:
             callbacks.on_left_out,
             self._demote if demotes else None,
         )
-        self._stores = Stores(topology, index, transfers, eviction, metrics)
         patience = LookupPatience(options.lookup_patience_s, model, size)
-        self._storage_lookup = StorageLookup(
+        self._storage_lookup = lookup = StorageLookup(
             topology, index, mover, transfers, eviction, patience, metrics, clock
         )
-        self._loads = Loads(
+        self._loads = loads = Loads(
             topology,
             index,
             mover,
             transfers,
             eviction,
             self._admission,
+            model,
+            metrics,
+            clock,
             options.piece_blocks,
-            Probes(mover, transfers, model, block_bytes, metrics, clock),
+            block_bytes,
         )
-        self._storage_writer = StorageWriter(
+        self._stores = stores = Stores(
             topology,
+            index,
             mover,
             transfers,
+            eviction,
             queues,
-            self._storage_lookup,
-            self._stores,
+            lookup,
+            metrics,
             options.piece_blocks,
-        )
-        self._write_back = WriteBack(
-            topology, index, transfers, self._stores, self._storage_writer, options.patience_s
+            options.patience_s,
         )
         self._recompute_weight = RecomputeWeight(index, model, size) if size else None
         self._slot_bytes = block_bytes * options.num_shards
         self._metrics_due_s = -inf
+        # Verbs that one part carries out alone.
+        self.num_available, self.allocate = eviction.num_available, eviction.allocate
+        self.evict, self.evict_blocks = eviction.make, eviction.remove
+        self.load, self.promote, self.num_to_probe = loads.load, loads.promote, loads.num_to_probe
+        self.fetch_ahead = loads.fetch_ahead
+        self.prefetch, self.end_prefetch = loads.prefetch, loads.end_prefetch
+        self.store, self.enqueue_write = stores.store, stores.enqueue_write
+        self.are_queued = queues.are_queued
+        self.unindexed, self.lookup_storage = lookup.unindexed, lookup.begin
+        self.on_admit = self._reuse_sampler.on_admit
+        self.cost_snapshot, self.drop_lost = transfers.cost_snapshot, transfers.drop_lost
+        self.close = transfers.close
 
     def _demote(self, leaving: Sequence[BlockId]) -> Sequence[BlockId]:
-        return self._write_back.demote(leaving)
+        return self._stores.demote(leaving)
 
     # -- slots -------------------------------------------------------------------------------------
 
@@ -176,13 +188,6 @@ class Ladder:
             for name, allocator in self._topology.allocators.items()
         }
 
-    def num_available(self, tier: str) -> int:
-        """Return the slots of ``tier`` that are free or could be freed by eviction.
-
-        An upper bound.
-        """
-        return self._eviction.num_available(tier)
-
     @property
     def num_staging(self) -> int | None:
         """Slots for blocks on their way from storage, as by ``num_available``.
@@ -193,10 +198,6 @@ class Ladder:
         if not topology.is_staged or topology.can_read_all_directly:
             return None
         return self.num_available(topology.staging)
-
-    def allocate(self, num_slots: int, as_neighbours: bool = True) -> Sequence[Slot] | None:
-        """Allocate slots of the fastest tier; see ``Eviction.allocate``. None if too few."""
-        return self._eviction.allocate(num_slots, as_neighbours)
 
     def reserve(
         self, index: KeyIndex, keys: Sequence[bytes], but_not: Sequence[BlockId]
@@ -231,50 +232,7 @@ class Ladder:
         """Free slots of the fastest tier that hold no block of the index."""
         self._topology.allocators[self.fastest].free(slots)
 
-    def evict(self, tier: str, num_blocks: int) -> int:
-        """Evict up to ``num_blocks`` blocks from ``tier``. Return how many were evicted."""
-        return self._eviction.make(tier, num_blocks)
-
-    def evict_blocks(self, blocks: Sequence[BlockId], tier: str) -> None:
-        """Evict these blocks from ``tier``, if ready and not leased."""
-        self._eviction.remove(blocks, tier)
-
     # -- copies ------------------------------------------------------------------------------------
-
-    def load(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
-        """Begin a plan's copy to the fastest tier, tier by tier or directly."""
-        self._loads.load(copy, dst_slots)
-
-    def fetch_ahead(self, match: Match, num_reused_blocks: int) -> None:
-        """Read blocks of a match that were not worth waiting for; see ``Loads.fetch_ahead``."""
-        self._loads.fetch_ahead(match, num_reused_blocks)
-
-    def prefetch(self, match: Match, deadline: float) -> Prefetch | None:
-        """Begin to read the blocks of a match that only storage has, and hold all in memory.
-
-        Returns None while other prefetches hold too much of that memory.
-        """
-        return self._loads.prefetch(match, deadline)
-
-    def end_prefetch(self, prefetch: Prefetch) -> None:
-        """Release a prefetch's blocks, and cancel its reads that no other request waits for."""
-        self._loads.end_prefetch(prefetch)
-
-    def promote(
-        self, blocks: Sequence[BlockId], storage: str, urgent: bool = True
-    ) -> list[Sequence[BlockId]]:
-        """Begin to read blocks from storage into memory, or join the reads in flight.
-
-        urgent: whether a scheduled request waits for them. Returns the blocks of each read.
-        """
-        return [part for _, part in self._loads.promote(blocks, storage, urgent)]
-
-    def num_to_probe(self, storage: str, num_declined: int) -> int:
-        """Return how many blocks to read now from storage as a probe, and count them.
-
-        num_declined: number of blocks there that are computed.
-        """
-        return self._loads.num_to_probe(storage, num_declined)
 
     @property
     def reads_all_directly(self) -> bool:
@@ -306,69 +264,22 @@ class Ladder:
         assert self._topology.device is not None, "no engine has memory above the tiers"
         self._loads.load_directly(Copy(storage, self._topology.device, blocks), places)
 
-    def store(
-        self, blocks: Sequence[BlockId], num_there: int = 0, waiter: Waiter | None = None
-    ) -> Stored:
-        """Copy blocks one tier down from the fastest one; see ``Stores.store``."""
-        return self._stores.store(blocks, self.fastest, num_there, waiter)
-
-    def enqueue_write(self, blocks: Sequence[BlockId]) -> None:
-        """Queue those of ``blocks`` that are worth a write to storage; begin what is due."""
-        self._storage_writer.enqueue(blocks)
-
-    def are_queued(self, blocks: Sequence[BlockId]) -> list[bool]:
-        """Return which blocks wait for their write to storage; blocks being written do not."""
-        return self._write_queues.are_queued(blocks)
-
     def wait_for(self, waiter: Waiter, slots: Sequence[Slot]) -> None:
         """Keep ``waiter`` waiting until all transfers to these slots have arrived.
 
         slots: slots of the fastest tier, for the prompt's first blocks, in order.
         """
-        for transfer, positions in self._transfers.bringing(slots, self.fastest):
+        for transfer, positions in self._transfers.in_flight.filling(slots, self.fastest):
             waiter.wait_for(transfer, positions)
-
-    # -- copies of the engine's own ----------------------------------------------------------------
-
-    def on_admit(self, hashes: Iterator[int] | Sequence[int], blocks: Sequence[BlockId]) -> None:
-        """Note blocks that a request needed, and that are now computed or loaded for it.
-
-        hashes: of their names; equal names have equal ones.
-        """
-        self._reuse_sampler.on_admit(hashes, blocks)
 
     def end_reads(self, blocks: Sequence[BlockId]) -> None:
         """Note that leases of blocks in the fastest tier, for an engine's copies, have ended."""
         self._transient_blocks.passed(blocks)
         self.drop_lost()
 
-    def drop_lost(self) -> None:
-        """Drop the copies in ``lost`` that nothing uses any more. ``poll`` does it, too."""
-        if self.lost:
-            self._transfers.drop_lost()
-
     def distrust(self, blocks: Sequence[BlockId]) -> None:
         """Stop using the copies that the fastest tier has of blocks."""
         self._transfers.lose(blocks, self.fastest)
-
-    # -- look-ups in storage -----------------------------------------------------------------------
-
-    def unindexed(self, finds_at_once: bool | None = None) -> list[str]:
-        """Return the storage tiers that may have blocks that the index does not know yet.
-
-        finds_at_once: only tiers that answer look-ups at once (True), or only the others (False).
-        """
-        return self._storage_lookup.unindexed(finds_at_once)
-
-    def lookup_storage(
-        self,
-        storage: str,
-        wanted: WantedBlocks,
-        has_gaps: bool = False,
-        num_before: int | None = None,
-    ) -> PendingLookup | None:
-        """Look up blocks of one prompt in a storage tier; see ``StorageLookup.begin``."""
-        return self._storage_lookup.begin(storage, wanted, has_gaps, num_before)
 
     # -- upkeep ------------------------------------------------------------------------------------
 
@@ -385,7 +296,7 @@ class Ladder:
             elif transfer.src == staging:
                 self._transient_blocks.passed(transfer.blocks)
             self._loads.arrived(transfer)
-        self._storage_writer.write()
+        self._stores.write()
         self._storage_lookup.hear()
         self._transfers.drop_lost()
         self._transfers.scrub()
@@ -407,23 +318,16 @@ class Ladder:
         waits = queues.is_open and any(
             self._mover.accepts((staging, name)) for name in queues.waiting
         )
-        return waits or any(not transfer.is_late for transfer in self._transfers.transfers)
+        return waits or any(not transfer.is_late for transfer in self._transfers.in_flight.all)
 
     def drain(self, timeout_s: float, poll: Callable[[], object]) -> bool:
         """Call ``poll`` until no transfer is in flight. Return False on time-out."""
         ends_s = time.monotonic() + timeout_s
-        while self._transfers.transfers:
-            if not self._transfers.wait(max(0.0, ends_s - time.monotonic())):
+        while self._transfers.in_flight.all:
+            if not self._transfers.in_flight.wait(max(0.0, ends_s - time.monotonic())):
                 return False
             poll()
         return True
-
-    def cost_snapshot(self, is_free: bool = False) -> Costs:
-        """Return current costs of copies and prefill, including the queued work.
-
-        is_free: treat every load as free.
-        """
-        return self._transfers.cost_snapshot(is_free)
 
     def update_metrics(self) -> None:
         """Update the gauges of the tiers: slots, transfers in flight, queues, open breakers."""
@@ -435,7 +339,7 @@ class Ladder:
         )
         for name in usage:
             metrics.gauge(SLOT_BYTES, self._slot_bytes, tier=name)
-        for (src, dst), num in self._transfers.num_in_flight.items():
+        for (src, dst), num in self._transfers.in_flight.by_route.items():
             metrics.gauge(TRANSFERS_IN_FLIGHT, num, src=src, dst=dst)
         for (src, dst), seconds in self._transfers.queued_s().items():
             metrics.gauge(QUEUED_SECONDS, seconds, src=src, dst=dst)
@@ -498,10 +402,6 @@ class Ladder:
                 if not self._eviction.delete(tier, num_at_once):
                     break
                 yield
-
-    def close(self) -> set[str]:
-        """Finish the transfers in flight. Return the tiers that are still in use afterwards."""
-        return self._transfers.close()
 
     def check_invariants(self, num_private: int) -> None:
         """Raise AssertionError if slots and blocks don't add up.

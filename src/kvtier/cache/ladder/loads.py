@@ -7,7 +7,7 @@ from math import inf
 
 from kvtier.cache.ladder.admission import Admission
 from kvtier.cache.ladder.eviction import Eviction
-from kvtier.cache.ladder.prefetch import Prefetch, Prefetches
+from kvtier.cache.ladder.prefetch import PREFETCH_SHARE, Prefetch
 from kvtier.cache.ladder.topology import Topology
 from kvtier.cache.ladder.transfers import Transfers
 from kvtier.cache.transfer import Mover, Transfer
@@ -41,59 +41,12 @@ def piece_sizes(num_blocks: int, first_blocks: int) -> Iterator[int]:
         yield size
 
 
-class Probes:
-    """Decides when to probe each tier with a small read; see ``kvtier.plan.probe``.
-
-    block_bytes: bytes of a block.
-    clock: seconds.
-    """
-
-    def __init__(
-        self,
-        mover: Mover,
-        transfers: Transfers,
-        costs: CostModel,
-        block_bytes: int,
-        metrics: Metrics,
-        clock: Callable[[], float],
-    ) -> None:
-        self._mover = mover
-        self._transfers = transfers
-        self._costs = costs
-        self._block_bytes = block_bytes
-        self._metrics = metrics
-        self._clock = clock
-        self._probed_s: dict[str, float] = {}
-
-    def take(self, src: str, dst: str, num_declined: int) -> int:
-        """Return how many blocks to read now from ``src`` to ``dst``, and count them.
-
-        0 if no probe is due, or the tier is in use: then its reads renew the estimate.
-
-        num_declined: number of blocks there that are computed.
-        """
-        route, now_s = (src, dst), self._clock()
-        if not num_declined or self._transfers.num_in_flight.get(route):
-            return 0
-        if not self._mover.accepts(route):
-            return 0
-        last = self._costs.last_copy(route)
-        if last is None and src not in self._mover.storages:
-            return 0  # a copy that was never measured counts as free; storage may be read directly
-        seen_s, last_s = last or (-inf, 0.0)
-        quiet_s = now_s - max(seen_s, self._probed_s.get(src, -inf))
-        num = num_to_probe(num_declined, self._block_bytes, quiet_s, last_s)
-        if num:
-            self._probed_s[src] = now_s
-            self._metrics.count(PROBED_BLOCKS, num, src=src)
-        return num
-
-
 class Loads:
     """Copies towards the fastest tier, for scheduled and for queued requests.
 
     first_blocks: size of the first piece of a read from storage, in blocks.
-    probes: decides when a tier that is not read is probed.
+    block_bytes: bytes of a block.
+    clock: seconds.
     """
 
     def __init__(
@@ -104,8 +57,11 @@ class Loads:
         transfers: Transfers,
         eviction: Eviction,
         admission: Admission,
+        costs: CostModel,
+        metrics: Metrics,
+        clock: Callable[[], float],
         first_blocks: int,
-        probes: Probes,
+        block_bytes: int,
     ) -> None:
         self._topology = topology
         self._index = index
@@ -113,10 +69,15 @@ class Loads:
         self._transfers = transfers
         self._eviction = eviction
         self._admission = admission
+        self._costs = costs
+        self._metrics = metrics
+        self._clock = clock
         self._first_blocks = first_blocks
-        self._probes = probes
+        self._block_bytes = block_bytes
+        self._probed_s: dict[str, float] = {}  # time of the last probe of each tier
         self._ahead: set[Transfer] = set()  # reads that no request waits for
-        self._prefetches = Prefetches(topology, index)
+        self._prefetches: set[Prefetch] = set()
+        self._num_prefetched = 0  # blocks of all prefetches
 
     def load(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
         """Begin a plan's copy to the fastest tier, tier by tier or directly.
@@ -187,7 +148,7 @@ class Loads:
         self, blocks: Sequence[BlockId], dst: str, urgent: bool
     ) -> Iterator[tuple[Transfer, Sequence[BlockId]]]:
         """Yield the transfers in flight that bring ``blocks``, each with its blocks."""
-        for leg, run in self._transfers.bringing(self._index.slots(blocks, dst), dst):
+        for leg, run in self._transfers.in_flight.filling(self._index.slots(blocks, dst), dst):
             if urgent:
                 self._transfers.hurry(leg)
             yield leg, blocks[run.start : run.stop]
@@ -245,7 +206,7 @@ class Loads:
             for block, at, above in zip(blocks, here, there, strict=True)
             if at is State.READY and above is State.ABSENT
         ]
-        num = self._probes.take(staging, fastest, len(some))
+        num = self._take_probe(staging, fastest, len(some))
         num = min(num, self._eviction.num_available(fastest))
         self.promote(some[:num], staging, urgent=False)
 
@@ -254,7 +215,30 @@ class Loads:
 
         num_declined: number of blocks there that are computed.
         """
-        return self._probes.take(storage, self._topology.staging, num_declined)
+        return self._take_probe(storage, self._topology.staging, num_declined)
+
+    def _take_probe(self, src: str, dst: str, num_declined: int) -> int:
+        """Return how many blocks to read now from ``src`` to ``dst``; see ``kvtier.plan.probe``.
+
+        0 if no probe is due, or the tier is in use: then its reads renew the estimate.
+        """
+        route, now_s = (src, dst), self._clock()
+        if not num_declined or self._transfers.in_flight.by_route.get(route):
+            return 0
+        if not self._mover.accepts(route):
+            return 0
+        last = self._costs.last_copy(route)
+        if last is None and src not in self._mover.storages:
+            return 0  # a copy that was never measured counts as free; storage may be read directly
+        seen_s, last_s = last or (-inf, 0.0)
+        quiet_s = now_s - max(seen_s, self._probed_s.get(src, -inf))
+        num = num_to_probe(num_declined, self._block_bytes, quiet_s, last_s)
+        if num:
+            self._probed_s[src] = now_s
+            self._metrics.count(PROBED_BLOCKS, num, src=src)
+        return num
+
+    # -- prefetches --------------------------------------------------------------------------------
 
     def prefetch(self, match: Match, deadline: float) -> Prefetch | None:
         """Begin to read the blocks of a match that only storage has, and hold all in memory.
@@ -268,9 +252,12 @@ class Loads:
         for found_in, run in runs_of(match.tiers):
             if found_in == tier or found_in in self._topology.storages:
                 wanted += match.blocks[run.start : run.stop]
-        prefetch = self._prefetches.begin(wanted, deadline)
-        if prefetch is None:
+        limit = int(self._topology.allocators[tier].num_open * PREFETCH_SHARE)
+        if self._num_prefetched and self._num_prefetched + len(wanted) > limit:
             return None
+        prefetch = Prefetch(self._index, tier, wanted[:limit], deadline)
+        self._prefetches.add(prefetch)
+        self._num_prefetched += len(prefetch.blocks)
         room = self._eviction.num_available(tier)
         for name in self._topology.storages:
             there = _in_tier(name, match.blocks, match.tiers)
@@ -282,7 +269,10 @@ class Loads:
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
         """Release a prefetch's blocks, and cancel its reads that no other request waits for."""
-        for transfer in self._prefetches.end(prefetch):
+        if prefetch in self._prefetches:
+            self._prefetches.remove(prefetch)
+            self._num_prefetched -= len(prefetch.blocks)
+        for transfer in prefetch.end():
             self._transfers.withdraw(transfer)
 
 

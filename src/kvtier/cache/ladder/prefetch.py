@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from kvtier.cache.ladder.topology import Topology
 from kvtier.cache.transfer import Transfer, Waiter
 from kvtier.core.types import BlockId
 from kvtier.index import BlockIndex, State
@@ -57,36 +56,3 @@ class Prefetch(Waiter):
         self._index.release(list(self._held), self.tier)
         self._held.clear()
         return self.forget_transfers()
-
-
-class Prefetches:
-    """Prefetches of all queued requests.
-
-    Together they may hold a share of the memory that storage is read into.
-    """
-
-    def __init__(self, topology: Topology, index: BlockIndex) -> None:
-        self._topology = topology
-        self._index = index
-        self._going: set[Prefetch] = set()
-        self._num_held = 0  # blocks of all of them
-
-    def begin(self, wanted: Sequence[BlockId], deadline: float) -> Prefetch | None:
-        """Begin a prefetch that holds the requested blocks, or the first of them if too many.
-
-        Returns None while other prefetches hold too much.
-        """
-        limit = int(self._topology.allocators[self._topology.staging].num_open * PREFETCH_SHARE)
-        if self._num_held and self._num_held + len(wanted) > limit:
-            return None
-        prefetch = Prefetch(self._index, self._topology.staging, wanted[:limit], deadline)
-        self._going.add(prefetch)
-        self._num_held += len(prefetch.blocks)
-        return prefetch
-
-    def end(self, prefetch: Prefetch) -> list[Transfer]:
-        """End a prefetch, and release its blocks. Return the transfers still in flight."""
-        if prefetch in self._going:
-            self._going.remove(prefetch)
-            self._num_held -= len(prefetch.blocks)
-        return prefetch.end()

@@ -292,5 +292,5 @@ class StorageLookup:
         """
         if blocks:
             self._mover.drop(storage, keys_of(self._index.names(blocks)))
-            self._index.begin_write_all(blocks, storage, [Slot(0)] * len(blocks))
-            self._index.abort_all(blocks, storage)
+            self._index.begin_write(blocks, storage, [Slot(0)] * len(blocks))
+            self._index.abort(blocks, storage)

@@ -43,37 +43,51 @@ class Stored(NamedTuple):
 
 
 class Stores:
-    """Copies blocks to a lower tier, as far as it admits them and has room."""
+    """Copies blocks to lower tiers: from the fastest one tier down, and from memory to storage.
+
+    A tier gets the blocks that it admits and has room for.
+
+    piece_blocks: blocks written to storage at a time.
+    patience_s: longest delay of an eviction by one copy.
+    """
 
     def __init__(
         self,
         topology: Topology,
         index: BlockIndex,
+        mover: Mover,
         transfers: Transfers,
         eviction: Eviction,
+        write_queues: WriteQueues,
+        storage_lookup: StorageLookup,
         metrics: Metrics,
+        piece_blocks: int,
+        patience_s: float,
     ) -> None:
         self._topology = topology
         self._index = index
+        self._mover = mover
         self._transfers = transfers
         self._eviction = eviction
+        self._write_queues = write_queues
+        self._storage_lookup = storage_lookup
         self._metrics = metrics
+        self._piece_blocks = piece_blocks
+        self._patience_s = patience_s
+
+    # -- one tier down -----------------------------------------------------------------------------
 
     def store(
-        self,
-        blocks: Sequence[BlockId],
-        src: str,
-        num_there: int = 0,
-        waiter: Waiter | None = None,
+        self, blocks: Sequence[BlockId], num_there: int = 0, waiter: Waiter | None = None
     ) -> Stored:
-        """Copy blocks one memory tier down if they are not there yet.
+        """Copy blocks from the fastest tier one memory tier down if they are not there yet.
 
         Args:
             blocks: consecutive blocks, in prompt order.
-            src: their tier.
             num_there: result of the last call; these first blocks are not checked again.
             waiter: notified when the blocks have arrived.
         """
+        src = self._topology.fastest
         dst = self._topology.below(src)
         if dst is None:
             return Stored(0, False)
@@ -89,14 +103,14 @@ class Stores:
             if below is State.ABSENT and above in STORABLE
         ]
         wanted = [blocks[at] for at in missing]
-        admitted, num_begun = self.copy_down(wanted, src, dst, waiter)
+        admitted, num_begun = self._copy_down(wanted, src, dst, waiter)
         if num_begun == len(wanted):
             return Stored(len(blocks), False)
         begun = set(admitted[:num_begun])
         first = next(at for at, block in zip(missing, wanted, strict=True) if block not in begun)
         return Stored(first, len(admitted) < len(wanted))
 
-    def copy_down(
+    def _copy_down(
         self, blocks: Sequence[BlockId], src: str, dst: str, waiter: Waiter | None = None
     ) -> tuple[Sequence[BlockId], int]:
         """Begin to copy the blocks that ``dst`` admits, as many as it has room for.
@@ -113,41 +127,46 @@ class Stores:
             transfer = self._transfers.begin(Copy(src, dst, admitted[at:end]), slots[at:end])
             if waiter is not None:
                 waiter.wait_for(transfer)
-        self.count_refused(len(admitted) - len(slots), dst)
+        self._count_refused(len(admitted) - len(slots), dst)
         return admitted, len(slots)
 
-    def count_refused(self, num_blocks: int, tier: str) -> None:
+    def _count_refused(self, num_blocks: int, tier: str) -> None:
         """Count blocks for which ``tier`` had no room."""
         if num_blocks:
             self._metrics.count(REFUSED_BLOCKS, num_blocks, tier=tier)
 
+    def demote(self, leaving: Sequence[BlockId]) -> Sequence[BlockId]:
+        """Copy ``leaving`` one tier down and wait; return the blocks that may be evicted.
 
-class StorageWriter:
-    """Writes blocks from memory to storage: queues them, and begins the writes that are due.
+        Blocks nearest to the root are worth most, and are copied first if there is not room for
+        all. Blocks that have arrived below are queued for storage.
+        """
+        src, in_flight = self._topology.fastest, self._transfers.in_flight
+        before = len(in_flight.all)
+        self.store(leaving[::-1])
+        stored: list[Sequence[BlockId]] = []
+        for transfer in in_flight.newest(len(in_flight.all) - before):
+            assert transfer.job is not None
+            if transfer.job.wait(self._patience_s):
+                self._transfers.finish(transfer)
+                stored.append(transfer.blocks)
+                continue
+            self._index.keep(transfer.blocks, src)  # still being read: not to be evicted yet
+            self._index.lease(transfer.blocks, src)
+            transfer.holds_source = True
+            staying = set(transfer.blocks)
+            leaving = [block for block in leaving if block not in staying]
+        for blocks in stored:
+            self.enqueue_write(blocks)
+        return leaving
 
-    piece_blocks: blocks written at a time.
-    """
+    # -- to storage --------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        topology: Topology,
-        mover: Mover,
-        transfers: Transfers,
-        write_queues: WriteQueues,
-        storage_lookup: StorageLookup,
-        stores: Stores,
-        piece_blocks: int,
-    ) -> None:
-        self._topology = topology
-        self._mover = mover
-        self._transfers = transfers
-        self._write_queues = write_queues
-        self._storage_lookup = storage_lookup
-        self._stores = stores
-        self._piece_blocks = piece_blocks
+    def enqueue_write(self, blocks: Sequence[BlockId]) -> None:
+        """Queue those of ``blocks`` that are in memory and worth a write to storage.
 
-    def enqueue(self, blocks: Sequence[BlockId]) -> None:
-        """Queue those of ``blocks`` that are in memory and worth a write; begin what is due."""
+        Begins what is due.
+        """
         self._write_queues.offer(blocks)
         self.write()
 
@@ -167,61 +186,12 @@ class StorageWriter:
 
         Blocks whose copy in memory was given up are not written.
         """
+        staging = self._topology.staging
         if lost := self._transfers.lost:
-            staging = self._topology.staging
             wanted = [block for block in wanted if (block, staging) not in lost]
         there = self._storage_lookup.adopt(wanted, storage)
         new = [block for block in wanted if block not in there] if there else wanted
-        if self._mover.accepts((self._topology.staging, storage)):
-            return self._stores.copy_down(new, self._topology.staging, storage)[1]
-        self._stores.count_refused(len(new), storage)  # evict nothing for a write that would fail
+        if self._mover.accepts((staging, storage)):
+            return self._copy_down(new, staging, storage)[1]
+        self._count_refused(len(new), storage)  # evict nothing for a write that would fail
         return 0
-
-
-class WriteBack:
-    """Copies blocks one tier down before they are evicted from the fastest tier.
-
-    patience_s: longest delay of an eviction by one copy.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        index: BlockIndex,
-        transfers: Transfers,
-        stores: Stores,
-        storage_writer: StorageWriter,
-        patience_s: float,
-    ) -> None:
-        self._topology = topology
-        self._index = index
-        self._transfers = transfers
-        self._stores = stores
-        self._storage_writer = storage_writer
-        self._patience_s = patience_s
-
-    def demote(self, leaving: Sequence[BlockId]) -> Sequence[BlockId]:
-        """Copy ``leaving`` one tier down and wait; return the blocks that may be evicted.
-
-        Blocks nearest to the root are worth most, and are copied first if there is not room for
-        all. Blocks that have arrived below are queued for storage.
-        """
-        src = self._topology.fastest
-        before = len(self._transfers.transfers)
-        self._stores.store(leaving[::-1], src)
-        stored: list[Sequence[BlockId]] = []
-        for transfer in self._transfers.newest(len(self._transfers.transfers) - before):
-            assert transfer.job is not None
-            if transfer.job.wait(self._patience_s):
-                self._transfers.finish(transfer)
-                stored.append(transfer.blocks)
-                continue
-            for block in transfer.blocks:  # still being read: it must not be evicted yet
-                self._index.keep(block, src)
-            self._index.lease(transfer.blocks, src)
-            transfer.holds_source = True
-            staying = set(transfer.blocks)
-            leaving = [block for block in leaving if block not in staying]
-        for blocks in stored:
-            self._storage_writer.enqueue(blocks)
-        return leaving

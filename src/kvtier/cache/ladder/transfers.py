@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import islice
 
@@ -44,6 +44,7 @@ class Transfers:
     know of them.
 
     Attributes:
+        in_flight: the transfers in flight.
         lost: (block, tier) of copies that must not be used. Each is dropped once it is not leased.
         is_dropping: whether the last ``drop_lost`` has dropped copies, and left some.
     """
@@ -77,19 +78,10 @@ class Transfers:
         self._account = account
         self._on_change = callbacks.on_change
         memories = {name: topology.allocators[name] for name in topology.memories}
-        self._in_flight = InFlight(memories, callbacks.on_end)
+        self.in_flight = InFlight(memories, callbacks.on_end)
         self._failed_once: set[BlockId] = set()
         self.lost: dict[tuple[BlockId, str], BlockKey | None] = {}
         self.is_dropping = False
-
-    @property
-    def transfers(self) -> Collection[Transfer]:
-        """Transfers in flight, the oldest first."""
-        return self._in_flight.all
-
-    def newest(self, num: int) -> list[Transfer]:
-        """Return the last ``num`` transfers that began."""
-        return self._in_flight.newest(num)
 
     # -- begin ------------------------------------------------------------------------------------
 
@@ -109,9 +101,9 @@ class Transfers:
             urgent: False for a read that no request waits for yet; urgent reads pass it.
         """
         if copy.dst != self._topology.device:
-            self._index.begin_write_all(copy.blocks, copy.dst, dst_slots)
+            self._index.begin_write(copy.blocks, copy.dst, dst_slots)
         transfer = Transfer(copy.src, copy.dst, copy.blocks, after, dst_slots=dst_slots)
-        self._in_flight.add(transfer)
+        self.in_flight.add(transfer)
         if after is None:
             self._submit(transfer, urgent)
         else:
@@ -133,8 +125,8 @@ class Transfers:
     def refuse(self, copy: Copy, reason: str) -> Transfer:
         """Return a transfer that has failed already. The next ``poll`` notifies its waiters."""
         transfer = Transfer(copy.src, copy.dst, ())
-        self._in_flight.add(transfer)
-        self._in_flight.watch(transfer, job := Job(0))
+        self.in_flight.add(transfer)
+        self.in_flight.watch(transfer, job := Job(0))
         job.finish(TierError(copy.dst, "load", reason))
         return transfer
 
@@ -158,7 +150,7 @@ class Transfers:
         job = self._mover.begin(move, urgent)
         if (src, dst) in self._loads:
             transfer.expected_s = self._expected_s((src, dst), job.num_bytes)
-        self._in_flight.watch(transfer, job)
+        self.in_flight.watch(transfer, job)
 
     def _expected_s(self, route: Route, num_bytes: int) -> float:
         known_s = self._costs.expected_copy_s(route, num_bytes)
@@ -171,7 +163,7 @@ class Transfers:
 
     def poll(self) -> list[Transfer]:
         """Finish transfers whose copy is done, up to the limit of one poll, and return them."""
-        finished = list(self._in_flight.take_ended())
+        finished = list(self.in_flight.take_ended())
         for transfer in finished:
             self.finish(transfer)
         return finished
@@ -180,7 +172,7 @@ class Transfers:
         """Mark arrived blocks ready and others absent, then notify the waiters."""
         job = transfer.job
         assert job is not None
-        self._in_flight.remove(transfer)
+        self.in_flight.remove(transfer)
         absent = _absent(transfer, job)
         is_ours = transfer.dst != self._topology.device
         if is_ours:
@@ -204,14 +196,14 @@ class Transfers:
         there: Sequence[BlockId] = transfer.blocks
         if absent:
             there = [block for at, block in enumerate(there) if at not in absent]
-        self._index.commit_all(there[::-1], transfer.dst, self._clock())
+        self._index.commit(there[::-1], transfer.dst, self._clock())
         self.report(transfer.dst, there)
 
     def _undo(self, transfer: Transfer, absent: Collection[int]) -> None:
         """Record that the blocks at these positions did not arrive."""
         dst, positions = transfer.dst, sorted(absent)
         blocks = [transfer.blocks[at] for at in positions]
-        self._topology.allocators[dst].free(self._index.abort_all(blocks, dst))
+        self._topology.allocators[dst].free(self._index.abort(blocks, dst))
         is_shared = dst in self._mover.storages and self._mover.storages[dst].is_shared
         # After a time-out some blocks may have been written all the same. Those in shared storage
         # are valid, and may be another process's.
@@ -285,6 +277,9 @@ class Transfers:
 
         Examines ``LOST_AT_ONCE`` copies; the next call begins with the others.
         """
+        if not self.lost:
+            self.is_dropping = False
+            return
         to_drop: dict[str, list[BlockKey]] = {}
         num_before = len(self.lost)
         for (block, tier), key in list(islice(self.lost.items(), LOST_AT_ONCE)):
@@ -311,7 +306,7 @@ class Transfers:
 
     def void(self) -> None:
         """Discard the blocks of transfers in flight, at the source and at the destination."""
-        for transfer in self.transfers:
+        for transfer in self.in_flight.all:
             transfer.is_void = True
             self.lose(transfer.blocks, transfer.src)
             if transfer.dst != self._topology.device:
@@ -319,8 +314,8 @@ class Transfers:
 
     def found(self, blocks: Sequence[BlockId], tier: str, slots: Sequence[Slot]) -> None:
         """Note blocks that were found in ``tier`` without a transfer, and mark them ready."""
-        self._index.begin_write_all(blocks, tier, slots)
-        self._index.commit_all(blocks, tier, self._clock())
+        self._index.begin_write(blocks, tier, slots)
+        self._index.commit(blocks, tier, self._clock())
         self.report(tier, blocks)
 
     def report(self, tier: str, blocks: Sequence[BlockId], is_removed: bool = False) -> None:
@@ -328,18 +323,7 @@ class Transfers:
         if self._on_change is not None and len(blocks):
             self._on_change(tier, blocks, is_removed)
 
-    # -- look -------------------------------------------------------------------------------------
-
-    def bringing(self, slots: Sequence[Slot], tier: str) -> Iterator[tuple[Transfer, range]]:
-        """Yield the transfers that will fill ``slots`` of memory ``tier``, with their positions.
-
-        Cost: O(slots) in native code, plus one step per transfer.
-        """
-        return self._in_flight.filling(slots, tier)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the oldest transfer is done. True if there is none; False on time-out."""
-        return self._in_flight.wait(timeout_s)
+    # -- costs ------------------------------------------------------------------------------------
 
     def cost_snapshot(self, is_free: bool = False) -> Costs:
         """Return current costs of copies and prefill, including the queued work.
@@ -364,18 +348,13 @@ class Transfers:
             route: self._mover.queued_s(route, partial(expected_s, route)) for route in self._loads
         }
 
-    @property
-    def num_in_flight(self) -> Mapping[Route, int]:
-        """Number of transfers in flight by route."""
-        return self._in_flight.by_route
-
     def close(self) -> set[str]:
         """Finish the transfers in flight, as far as they end in time.
 
         Returns the tiers that are still in use afterwards.
         """
-        while any(transfer.after is not None for transfer in self.transfers):
-            if not self.wait(CLOSE_WAIT_S):
+        while any(transfer.after is not None for transfer in self.in_flight.all):
+            if not self.in_flight.wait(CLOSE_WAIT_S):
                 break
             self.poll()
         hanging = self._mover.close(CLOSE_WAIT_S)

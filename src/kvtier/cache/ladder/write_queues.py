@@ -89,7 +89,7 @@ class WriteQueue:
         absent = _in_state(blocks, below, State.ABSENT)
         ready = _in_state(absent, self._index.states_of(absent, self._source), State.READY)
         after, waiting = self._after_uses, self._waiting
-        uses = zip(ready, self._index.num_uses_of(ready), strict=True)
+        uses = zip(ready, self._index.num_uses(ready), strict=True)
         new = [block for block, num in uses if num >= after and block not in waiting]
         self._queue += new
         self._waiting.update(new)

@@ -18,7 +18,7 @@ from itertools import islice
 
 from kvtier.cache.deletion import Deletion
 from kvtier.cache.lease import Lease
-from kvtier.cache.states.lease import Snapshot, SnapshotLease, SnapshotMatch, StateLease
+from kvtier.cache.states.lease import Snapshot, SnapshotLease, SnapshotMatch
 from kvtier.cache.states.stateful import StatefulCache
 from kvtier.cache.token_lookup import begin_lookup
 from kvtier.cache.transfer import LayerGate
@@ -73,24 +73,20 @@ class SnapshotCache(StatefulCache):
 
     # -- what is there ----------------------------------------------------------------------------
 
-    def match(self, namespace: bytes, labels: Sequence[Label]) -> SnapshotMatch:
-        known = super().match(namespace, labels)
-        whole = SnapshotMatch(
-            known.blocks, known.tiers, known.in_flight, known.num_asked, (), known.num_blocks
-        )
-        found = islice(self._snapshots(namespace, labels, known), MAX_COMPARED)
-        return whole.with_snapshots(list(found))
-
     def _snapshots(
         self, namespace: bytes, labels: Sequence[Label], known: Match
+    ) -> Sequence[Snapshot]:
+        return list(islice(self._find_snapshots(namespace, labels, known), MAX_COMPARED))
+
+    def _find_snapshots(
+        self, namespace: bytes, labels: Sequence[Label], known: Match
     ) -> Iterator[Snapshot]:
-        """Yield the snapshots along the known blocks of a prompt, deepest first."""
         last = known.num_blocks // self._grain * self._grain
         for at in range(last, 0, -self._grain):
             above = known.blocks[at - 1]
             if not self._index.states(namespace, self._labels[:1], DEVICE, above):
                 continue
-            found = super().match(namespace, self._path(labels, at))
+            found = self._match_path(namespace, self._path(labels, at))
             if found.num_blocks == at + self._size:
                 yield Snapshot(
                     at,
@@ -101,18 +97,6 @@ class SnapshotCache(StatefulCache):
         """Return the labels of a snapshot's path."""
         return [*labels[:num_blocks], *self._labels]
 
-    def _wanted(self, namespace: bytes, labels: Sequence[Label]) -> Match:
-        match = self.match(namespace, labels)
-        if not match.snapshots:
-            return match
-        state = match.snapshots[0].match
-        return Match(
-            [*match.blocks, *state.blocks],
-            (*match.tiers, *state.tiers),
-            (*match.in_flight, *state.in_flight),
-            match.num_asked + self._size,
-        )
-
     def lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Look up a prompt's blocks in storage, and snapshots where they are likely.
 
@@ -122,13 +106,13 @@ class SnapshotCache(StatefulCache):
         waits = super().lookup(namespace, labels)
         if not self._ladder.unindexed():
             return waits
-        known = super().match(namespace, labels)
+        known = self._match_path(namespace, labels)
         last = known.num_blocks // self._grain * self._grain
         regular = range((last - 1) // self._every * self._every, 0, -self._every)
         for at in (last, *regular[: MAX_COMPARED - 1]):
             path = self._path(labels, at)
             is_asked = at > 0 and begin_lookup(self._ladder, self._index, namespace, path)
-            if is_asked or super().match(namespace, path).num_blocks == len(path):
+            if is_asked or self._match_path(namespace, path).num_blocks == len(path):
                 return waits or is_asked
         return waits
 
@@ -149,16 +133,7 @@ class SnapshotCache(StatefulCache):
         ]
         for snapshot in chosen:  # one or none
             # First: what it holds can't be evicted for the request's other blocks.
-            lease.start = StateLease(
-                self._index,
-                lease.namespace,
-                self._labels,
-                snapshot.match,
-                self._clock(),
-                snapshot.num_blocks,
-                lease,
-            )
-            self._leases.add(lease.start)
+            self._begin_from(lease, snapshot, self._labels)
             path = self._path(lease.labels, snapshot.num_blocks)
             self._index.on_request(lease.namespace, path, self._clock())
         points = self._points(lease, plan.num_reused_blocks, num_blocks)
@@ -215,24 +190,10 @@ class SnapshotCache(StatefulCache):
 
     def _add(self, lease: SnapshotLease, at: int) -> None:
         """Add a snapshot that the engine has written."""
-        ours = lease.take_snapshot(at)
-        made = self._index.insert(
-            lease.namespace, self._labels, DEVICE, ours, self._clock(), lease.blocks[at - 1]
-        )
-        num = len(made.blocks)
-        unused = [*ours[num:]]
-        unused += [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
-        self._ladder.free(unused)
-        if not num:
-            return
-        match = Match(made.blocks, (DEVICE,) * num, (False,) * num, num)
-        state = StateLease(
-            self._index, lease.namespace, self._labels[:num], match, self._clock(), at, lease
-        )
-        state.slots, state.stores = made.slots, lease.stores
-        self._leases.add(state)
-        lease.made.append(state)
-        self._index.touch(made.blocks, self._clock())
+        above = lease.blocks[at - 1]
+        state = self._add_state(lease, self._labels, lease.take_snapshot(at), above)
+        if state is not None:
+            lease.made.append(state)
 
     def release(self, lease: Lease, record: bool = True) -> None:
         if isinstance(lease, SnapshotLease) and not lease.released:

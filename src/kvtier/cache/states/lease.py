@@ -66,7 +66,7 @@ class SnapshotMatch(Match):
 class StateLease(Lease):
     """Blocks of one snapshot that a request begins from, or has made.
 
-    at: number of the prompt's blocks before it. owner: the request's lease.
+    owner: the request's lease.
     """
 
     def __init__(
@@ -76,11 +76,9 @@ class StateLease(Lease):
         labels: Sequence[Label],
         match: Match,
         now: float,
-        at: int,
         owner: StatefulLease,
     ) -> None:
         super().__init__(index, namespace, labels, match, now)
-        self.at = at
         self._owner = owner
 
     def give_up(self, late: bool = False) -> None:

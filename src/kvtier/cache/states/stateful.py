@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvtier.cache.lease import Lease
-from kvtier.cache.states.lease import SnapshotMatch, StatefulLease, StateLease
+from kvtier.cache.states.lease import Snapshot, SnapshotMatch, StatefulLease, StateLease
 from kvtier.cache.tokens import Cache
-from kvtier.core.types import DEVICE, GroupMatch, Match
+from kvtier.core.hot import Numbers
+from kvtier.core.types import DEVICE, BlockId, GroupMatch, Label, Match, Slot
 from kvtier.plan import Copy, Decision, plan_groups
 from kvtier.plan.needs import GroupCapacity, coming_runs
 
 
-class StatefulCache(Cache):
+class StatefulCache(Cache, ABC):
     """Cache whose matches are ``SnapshotMatch`` and whose leases are ``StatefulLease``.
 
     Attributes:
@@ -20,6 +23,29 @@ class StatefulCache(Cache):
     """
 
     state_blocks: int
+
+    def match(self, namespace: bytes, labels: Sequence[Label]) -> SnapshotMatch:
+        known = self._match_path(namespace, labels)
+        whole = SnapshotMatch(
+            known.blocks, known.tiers, known.in_flight, known.num_asked, (), known.num_blocks
+        )
+        return whole.with_snapshots(self._snapshots(namespace, labels, known))
+
+    def _match_path(self, namespace: bytes, labels: Sequence[Label]) -> Match:
+        """Return the cached prefix of a path, whether states are cached or not."""
+        return super().match(namespace, labels)
+
+    @abstractmethod
+    def _snapshots(
+        self, namespace: bytes, labels: Sequence[Label], known: Match
+    ) -> Sequence[Snapshot]:
+        """Return states along the known blocks of a prompt, the longest prefix first."""
+
+    def _wanted(self, namespace: bytes, labels: Sequence[Label]) -> Match:
+        match = self.match(namespace, labels)
+        if not match.snapshots:
+            return match
+        return joined([match, match.snapshots[0].match])
 
     def decide(
         self, match: Match, num_tokens: int, grain_blocks: int = 1, load: bool = True
@@ -67,6 +93,43 @@ class StatefulCache(Cache):
             match.num_asked,
         )
 
+    def _begin_from(
+        self, lease: StatefulLease, snapshot: Snapshot, labels: Sequence[Label]
+    ) -> StateLease:
+        """Lease the state that a request begins from. labels: of its blocks."""
+        lease.start = start = StateLease(
+            self._index, lease.namespace, labels, snapshot.match, self._clock(), lease
+        )
+        self._leases.add(start)
+        return start
+
+    def _add_state(
+        self,
+        lease: StatefulLease,
+        labels: Sequence[Label],
+        ours: Sequence[Slot],
+        above: BlockId | None = None,
+    ) -> StateLease | None:
+        """Add a state that the engine has written to the slots ``ours``, and lease it.
+
+        Returns None if another transfer is filling the same blocks.
+
+        labels: of its blocks. above: the block below which they begin; None for the root.
+        """
+        now = self._clock()
+        made = self._index.insert(lease.namespace, labels, DEVICE, ours, now, above)
+        num = len(made.blocks)
+        twins = (slot for slot, used in zip(ours, made.slots, strict=False) if slot != used)
+        self._ladder.free([*ours[num:], *twins])
+        if not num:
+            return None
+        match = Match(made.blocks, (DEVICE,) * num, (False,) * num, num)
+        state = StateLease(self._index, lease.namespace, labels[:num], match, now, lease)
+        state.slots, state.stores = made.slots, lease.stores
+        self._leases.add(state)
+        self._index.touch(made.blocks, now)
+        return state
+
     def _load(self, lease: StateLease, match: Match) -> int | None:
         """Begin to load a snapshot. Return the bytes to copy; None if there is no room for it.
 
@@ -107,3 +170,13 @@ class StatefulCache(Cache):
     def _end(self, state: StateLease | None) -> None:
         if state is not None:
             super().release(state, record=False)
+
+
+def joined(matches: Sequence[Match]) -> Match:
+    """Return the blocks of several matches as one."""
+    return Match(
+        Numbers.joined(*(match.blocks for match in matches)),
+        tuple(tier for match in matches for tier in match.tiers),
+        tuple(is_coming for match in matches for is_coming in match.in_flight),
+        sum(match.num_asked for match in matches),
+    )

@@ -23,15 +23,14 @@ from itertools import islice
 
 from kvtier.cache.deletion import Deletion
 from kvtier.cache.lease import Lease
-from kvtier.cache.states.lease import Snapshot, SnapshotMatch, StateLease, WindowLease
-from kvtier.cache.states.stateful import StatefulCache
+from kvtier.cache.states.lease import Snapshot, SnapshotMatch, WindowLease
+from kvtier.cache.states.stateful import StatefulCache, joined
 from kvtier.cache.token_lookup import begin_lookup
 from kvtier.cache.transfer import LayerGate
 from kvtier.core.config import CacheConfig
 from kvtier.core.errors import ConfigError
 from kvtier.core.grouping import runs_of
 from kvtier.core.hints import Hint
-from kvtier.core.hot import Numbers
 from kvtier.core.keys import keys_along, next_keys
 from kvtier.core.types import DEVICE, HOST, BlockId, BlockKey, Label, Match, Slot
 from kvtier.devices import Device
@@ -152,14 +151,9 @@ class WindowCache(StatefulCache):
 
     # -- what is there ----------------------------------------------------------------------------
 
-    def match(self, namespace: bytes, labels: Sequence[Label]) -> SnapshotMatch:
-        known = super().match(namespace, labels)
-        whole = SnapshotMatch(
-            known.blocks, known.tiers, known.in_flight, known.num_asked, (), known.num_blocks
-        )
-        return whole.with_snapshots(self._cuts(namespace, known))
-
-    def _cuts(self, namespace: bytes, known: Match) -> list[Snapshot]:
+    def _snapshots(
+        self, namespace: bytes, labels: Sequence[Label], known: Match
+    ) -> Sequence[Snapshot]:
         """Return possible cuts with the cells that they need, the longest first.
 
         These are the longest ones, and the longest within what each faster tier has.
@@ -191,26 +185,20 @@ class WindowCache(StatefulCache):
         cells = []
         for at in self._shape.ends_in_reach(cut):
             if at not in matched:
-                one = super().match(namespace, self._cell(self._index.key(path[at - 1])))
+                one = self._match_path(namespace, self._cell(self._index.key(path[at - 1])))
                 matched[at] = one if one.num_blocks == self._size else None
             cell = matched[at]
             if cell is None:
                 return None
             cells.append(cell)
-        return Snapshot(cut, _joined(cells[::-1]))
-
-    def _wanted(self, namespace: bytes, labels: Sequence[Label]) -> Match:
-        match = self.match(namespace, labels)
-        if not match.snapshots:
-            return match
-        return _joined([match, match.snapshots[0].match])
+        return Snapshot(cut, joined(cells[::-1]))
 
     def lookup(self, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Look up a prompt's blocks in storage, and the cells of its longest possible cut."""
         waits = super().lookup(namespace, labels)
         if not self._ladder.unindexed():
             return waits
-        known = super().match(namespace, labels)
+        known = self._match_path(namespace, labels)
         grain = self._shape.grain_blocks
         ends = range(known.num_blocks // grain * grain, 0, -grain)
         num_there = 0
@@ -218,7 +206,7 @@ class WindowCache(StatefulCache):
             cell = self._cell(self._index.key(known.blocks[at - 1]))
             is_asked = begin_lookup(self._ladder, self._index, namespace, cell)
             waits |= is_asked
-            is_there = is_asked or super().match(namespace, cell).num_blocks == self._size
+            is_there = is_asked or self._match_path(namespace, cell).num_blocks == self._size
             num_there = num_there + 1 if is_there else 0
             if num_there > self._shape.num_cells:  # one more, for a prompt that is repeated
                 break
@@ -254,12 +242,9 @@ class WindowCache(StatefulCache):
                 ends = self._shape.ends_in_reach(cut)[::-1]
                 cells = [self._cell(self._index.key(lease.blocks[at - 1])) for at in ends]
                 labels = [label for cell in cells for label in cell]
-                lease.start = StateLease(
-                    self._index, lease.namespace, labels, snapshot.match, now, cut, lease
-                )
-                self._leases.add(lease.start)
+                start = self._begin_from(lease, snapshot, labels)
                 # First: a prefill that follows the load of the path needs all cells at once.
-                num_bytes = self._load(lease.start, snapshot.match)
+                num_bytes = self._load(start, snapshot.match)
         if num_bytes is None or not super().transfer(lease, plan, num_blocks + ring_blocks):
             return False
         for cell in cells:
@@ -299,22 +284,12 @@ class WindowCache(StatefulCache):
 
     def _add(self, lease: WindowLease, at: int) -> Sequence[BlockId]:
         """Add a cell that the engine has written, and return its blocks."""
-        ours, now = lease.cells.pop(at), self._clock()
-        namespace, labels = lease.namespace, self._cell(self._index.key(lease.blocks[at - 1]))
-        self._index.on_request(namespace, labels, now)
-        made = self._index.insert(namespace, labels, DEVICE, ours, now)
-        num = len(made.blocks)
-        unused = [*ours[num:]]
-        unused += [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
-        self._ladder.free(unused)
-        if num:
-            match = Match(made.blocks, (DEVICE,) * num, (False,) * num, num)
-            state = StateLease(self._index, namespace, labels[:num], match, now, at, lease)
-            state.slots, state.stores = made.slots, lease.stores
-            self._leases.add(state)
-            self._index.touch(made.blocks, now)
-            self._end(state)  # it is stored below
-        return made.blocks
+        labels = self._cell(self._index.key(lease.blocks[at - 1]))
+        self._index.on_request(lease.namespace, labels, self._clock())
+        state = self._add_state(lease, labels, lease.cells.pop(at))
+        blocks = () if state is None else state.blocks
+        self._end(state)  # it is stored below
+        return blocks
 
     def _is_stored(self, blocks: Sequence[BlockId]) -> bool:
         """Whether the tier below the device has all of ``blocks``."""
@@ -387,13 +362,3 @@ class WindowCache(StatefulCache):
 def _cell_label(at: int) -> Label:
     """Return the label of a cell's block; tokens have no such numbers."""
     return b"cell" + at.to_bytes(4, "little")
-
-
-def _joined(matches: Sequence[Match]) -> Match:
-    """Return the blocks of several matches as one."""
-    return Match(
-        Numbers.joined(*(match.blocks for match in matches)),
-        tuple(tier for match in matches for tier in match.tiers),
-        tuple(is_coming for match in matches for is_coming in match.in_flight),
-        sum(match.num_asked for match in matches),
-    )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from kvtier.cache.transfer.behind import Blocks, behind
-from kvtier.cache.transfer.copy_job import CopyJob
+from kvtier.cache.transfer.copy_job import CopyJob, LayerGate
 from kvtier.cache.transfer.engine import TransferEngine
 from kvtier.cache.transfer.job import Job
 from kvtier.cache.transfer.lane import Lane
-from kvtier.cache.transfer.layer_gate import LayerGate
-from kvtier.cache.transfer.local import LocalMover
+from kvtier.cache.transfer.local import Blocks, LocalMover, behind
 from kvtier.cache.transfer.mover import FindJob, Move, Mover, Scrubbed
 from kvtier.cache.transfer.staging import Steps, stage, stage_steps
 from kvtier.cache.transfer.transfer import Transfer, Waiter

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from kvtier.cache.transfer.batching import split
 from kvtier.cache.transfer.copy_job import CopyJob
 from kvtier.cache.transfer.job import Job
 from kvtier.cache.transfer.lane import Lane
-from kvtier.cache.transfer.staging import Steps
+from kvtier.cache.transfer.staging import Steps, split
 from kvtier.core.errors import DeviceError
 from kvtier.devices.base import CopyBatch, Device, Direction, Fence
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
 
-from kvtier.cache.transfer.behind import Blocks, behind
 from kvtier.cache.transfer.drops import OwedDrops, Unanswered
 from kvtier.cache.transfer.engine import TransferEngine
 from kvtier.cache.transfer.job import Job
@@ -18,7 +17,7 @@ from kvtier.cache.transfer.ring import Ring
 from kvtier.cache.transfer.staging import stage, stage_steps
 from kvtier.core.errors import TierError
 from kvtier.core.types import BlockKey, BlockName, Slot, keys_of
-from kvtier.devices import Device, Direction
+from kvtier.devices import Device, Direction, Fence
 from kvtier.plan import Route
 from kvtier.tiers import MemoryTier, Outcome, Pieces, StorageFacts, StorageTier
 from kvtier.tiers.breaker import Breaker, BreakerState
@@ -39,6 +38,10 @@ FAILURES_UNTIL_OPEN = 3
 Call = Callable[[list[int] | None, float], list[Outcome]]
 """A storage call. Arguments: positions of the blocks (None for all), and its time limit in
 seconds."""
+
+Blocks = Callable[[], Pieces]
+"""Returns the pieces of the blocks. Called on the worker thread that is about to read or write
+them."""
 
 
 class LocalMover(Mover):
@@ -413,6 +416,19 @@ class _Gate:
                         error or self._storage.last_error or "no answer",
                     )
         return outcomes
+
+
+def behind(fence: Fence, blocks: Blocks) -> Blocks:
+    """Return ``blocks``, delayed until the compute queued before ``fence`` is done.
+
+    That compute may still read or write this memory, and a stream does not order storage I/O.
+    """
+
+    def after_compute() -> Pieces:
+        fence.wait()
+        return blocks()
+
+    return after_compute
 
 
 def _where(outcomes: Sequence[Outcome], wanted: Outcome) -> frozenset[int]:

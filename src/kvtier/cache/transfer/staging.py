@@ -1,4 +1,7 @@
-"""Translates a copy of blocks between the slots of two tiers into batches of small copies."""
+"""Translates a copy of blocks between two tiers into batches of small copies.
+
+Neighbouring copies are merged, and the copies of a submission are limited.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from kvtier.cache.transfer.batching import coalesce
 from kvtier.core.types import Slot
-from kvtier.devices.base import CopyBatch
+from kvtier.devices.base import CopyBatch, Int64s
 from kvtier.layout import SteppedFragments, fragments, stepped_fragments
 from kvtier.tiers.base import MemoryTier
 
-Int64s = npt.NDArray[np.int64]
-
 STEP_BYTES = 1 << 20
 """Minimum size of a step: fewer bytes are not worth a submission and a fence."""
+MAX_COPIES = 4096
+"""Copies per submission. Ascend's driver refuses more, HIP and CUDA have faulted far above it."""
+NO_SEAMS = np.empty(0, np.int64)
 
 
 class Steps(ABC):
@@ -139,3 +141,40 @@ def _have_neighbours(at: Int64s, to: Int64s, last_size: int) -> bool:
     follows = at[:-1, -1] + last_size == at[1:, 0]
     follows &= to[:-1, -1] + last_size == to[1:, 0]
     return bool(follows.any())
+
+
+def coalesce(
+    batch: CopyBatch, src_seams: Int64s = NO_SEAMS, dst_seams: Int64s = NO_SEAMS
+) -> CopyBatch:
+    """Merge copies that are adjacent on both sides, in the order given; drop empty ones.
+
+    No driver merges them, and small copies cost more than their bytes. Nothing is merged across a
+    seam (see ``MemoryTier``): a driver refuses a copy that runs over two registrations.
+    """
+    keep = batch.size > 0
+    src, dst, size = batch.src_offset[keep], batch.dst_offset[keep], batch.size[keep]
+    if len(size) < 2:
+        return CopyBatch(batch.src, batch.dst, src, dst, size)
+    starts_run = np.empty(len(size), bool)
+    starts_run[0] = True
+    np.not_equal(src[:-1] + size[:-1], src[1:], out=starts_run[1:])
+    starts_run[1:] |= dst[:-1] + size[:-1] != dst[1:]
+    for offsets, seams in ((src, src_seams), (dst, dst_seams)):
+        if len(seams):
+            starts_run |= np.isin(offsets, seams)
+    first = np.flatnonzero(starts_run)
+    merged = np.add.reduceat(size, first)
+    return CopyBatch(batch.src, batch.dst, src[first], dst[first], merged, batch.num_bytes)
+
+
+def split(batch: CopyBatch, max_copies: int = MAX_COPIES) -> Iterator[CopyBatch]:
+    """Yield the copies in batches of at most ``max_copies``."""
+    for start in range(0, len(batch.size), max_copies):
+        piece = slice(start, start + max_copies)
+        yield CopyBatch(
+            batch.src,
+            batch.dst,
+            batch.src_offset[piece],
+            batch.dst_offset[piece],
+            batch.size[piece],
+        )

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cache.transfer import Steps
-from kvtier.cache.transfer.batching import NO_SEAMS, coalesce
+from kvtier.cache.transfer.staging import NO_SEAMS, coalesce
 from kvtier.core.types import Slot
 from kvtier.devices import CopyBatch, Device, Direction, Memory
 from kvtier.tiers import Pieces

@@ -150,7 +150,7 @@ class _Blocks:
                 f"the {name} tier holds {len(held)} blocks of the prompt: nothing to damage"
             )
         if isinstance(self._tier, StorageTier):
-            return [index.name(block) for block in held]
+            return list(index.names(held))
         return list(index.slots(held, name))
 
     def read(self, place: Place) -> Bytes:

@@ -36,7 +36,7 @@ class Ask(Protocol):
         num: int,
         ranks: tuple[int, ...] = (),
         buckets: tuple[int, bytes] | None = None,
-    ) -> None: ...
+    ) -> object: ...
 
 
 class Adoption:

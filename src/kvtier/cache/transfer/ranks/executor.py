@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvtier.cache.transfer.behind import Blocks
 from kvtier.cache.transfer.job import Job
-from kvtier.cache.transfer.local import TIMEOUT_S, LocalMover
+from kvtier.cache.transfer.local import TIMEOUT_S, Blocks, LocalMover
 from kvtier.cache.transfer.mover import FindJob, Move, Scrubbed
 from kvtier.cache.transfer.ranks.digests import keys_in
 from kvtier.cache.transfer.ranks.messages import (

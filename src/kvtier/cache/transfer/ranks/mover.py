@@ -107,7 +107,7 @@ class RankMover(Mover):
         self._scrubbed: list[Scrubbed] = []
         self._told_breakers: dict[tuple[int, str], BreakerState] = {}
         self._adoptions = {
-            name: Adoption(num_storage_ranks, partial(self._ask, name))
+            name: Adoption(num_storage_ranks, partial(self._order, tier=name))
             for name, facts in storages.items()
             if facts.finds_at_once
         }
@@ -197,10 +197,8 @@ class RankMover(Mover):
             job.outcomes = [Outcome.FAILED] * len(keys)
             job.finish(lost=range(len(keys)))
             return
-        self._num_orders += 1
         content, patience_s = b"".join(keys), self._lookup_patience_s
-        order = RankOrder(self._num_orders, Verb.FIND, tier, keys=content, patience_s=patience_s)
-        self._orders.append(order)
+        order = self._order(Verb.FIND, tier, keys=content, patience_s=patience_s)
         self._finding[order.order_id] = _Finding(job, tier, len(keys), self._num_storage_ranks)
 
     def has_unindexed(self, tier: str) -> bool:
@@ -244,25 +242,21 @@ class RankMover(Mover):
         slots: tuple[Slot, ...] = (),
         urgent: bool = True,
         about: int = 0,
+        ranks: tuple[int, ...] = (),
+        num: int = 0,
+        buckets: tuple[int, bytes] | None = None,
+        keys: bytes = b"",
+        patience_s: float = 0.0,
         line: list[RankOrder] | None = None,
     ) -> RankOrder:
+        """Make an order, and queue it in ``line``, by default with all others."""
         self._num_orders += 1
-        order = RankOrder(self._num_orders, verb, tier, tuple(names), slots, urgent, about)
+        order = RankOrder(
+            self._num_orders, verb, tier, tuple(names), slots, urgent, about, ranks, num, buckets,
+            keys, patience_s,
+        )  # fmt: skip
         (self._orders if line is None else line).append(order)
         return order
-
-    def _ask(
-        self,
-        tier: str,
-        verb: Verb,
-        num: int,
-        ranks: tuple[int, ...] = (),
-        buckets: tuple[int, bytes] | None = None,
-    ) -> None:
-        """Order ranks to report their recovered keys."""
-        self._num_orders += 1
-        order = RankOrder(self._num_orders, verb, tier, ranks=ranks, num=num, buckets=buckets)
-        self._orders.append(order)
 
     # -- messages in the engine's own -------------------------------------------------------------
 

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.cache.transfer.batching import coalesce
-from kvtier.cache.transfer.staging import layers_per_step
+from kvtier.cache.transfer.staging import coalesce, layers_per_step
 from kvtier.core.errors import LayoutError
 from kvtier.devices import CopyBatch, Direction, Memory
 
