@@ -18,13 +18,12 @@ else.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -34,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.codec_links import interval, measure_links
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report
 from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs import BlockCoder
 from kvtier.tiers.codecs.encryption import Keyring
@@ -204,8 +203,7 @@ def measure(name: str, block: Uint8s, rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", metavar="FILE", help="write the result there; - for stdout")
+    parser = parser_of("codecs", __doc__)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--model", action="append", default=[], help="a built-in model")
     parser.add_argument("--links", action="store_true", help="time to the first token, too")
@@ -232,16 +230,17 @@ def main() -> None:
             f"{link.plain_s:.3f}",
             f"{link.lossless_s:.3f}",
         )
-    result = {
-        "benchmark": "codecs",
-        "machine": machine_facts(),
-        "block_bytes": BLOCK_BYTES,
-        "rounds": given.rounds,
-        "rows": [asdict(row) for row in rows],
-        "links": [link.as_json() for link in links],
-        "targets": [target for link in links if (target := link.target()) is not None],
-    }
-    report(result, given.json, table)
+    report(
+        given.json,
+        "codecs",
+        machine_facts(),
+        rows,
+        [target for link in links if (target := link.target()) is not None],
+        table,
+        block_bytes=BLOCK_BYTES,
+        rounds=given.rounds,
+        links=[link.as_json() for link in links],
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ and blocks. No model runs: compute times are only reported to the planner.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -19,17 +18,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Event, Thread
 
 import numpy as np
-from rich.table import Table
 
 import kvtier
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report, table_of
 from benchmarks.stores.servers import ValkeyPlace
 from kvtier.cache.tokens import Cache
 from kvtier.core.types import DEVICE
@@ -207,23 +205,24 @@ def measure(num_after: int) -> list[DisturbedRow]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.disturbed", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser = parser_of("disturbed", __doc__)
     parser.add_argument("--prompts", type=int, default=100, help="prompts after the disturbance")
     options = parser.parse_args(arguments)
     rows = measure(options.prompts)
-    table = Table("tier", "loaded before", "meanwhile", "after", "prompts until all", "seconds")
-    for row in rows:
-        table.add_row(
-            row.tier,
-            f"{row.before:.0%}",
-            f"{row.disturbed:.0%}",
-            f"{row.after:.0%}",
-            str(row.num_prompts),
-            f"{row.seconds:.2f}",
-        )
+    table = table_of(
+        "blocks that were loaded",
+        ("tier",),
+        ("before", "meanwhile", "after", "prompts until all", "seconds"),
+        (
+            (
+                row.tier,
+                *(f"{share:.0%}" for share in (row.before, row.disturbed, row.after)),
+                str(row.num_prompts),
+                f"{row.seconds:.2f}",
+            )
+            for row in rows
+        ),
+    )
     targets = [
         {
             "id": "Q1",
@@ -235,13 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
         }
         for row in rows
     ]
-    result = {
-        "benchmark": "disturbed",
-        "machine": machine_facts(),
-        "rows": [asdict(row) for row in rows],
-        "targets": targets,
-    }
-    report(result, options.json, table)
+    report(options.json, "disturbed", machine_facts(), rows, targets, table)
 
 
 if __name__ == "__main__":

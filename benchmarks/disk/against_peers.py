@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from benchmarks.disk.throughput import FIO, FIO_DEPTHS, fio
 from benchmarks.peers import CONTESTANTS, OURS, Contestant
 from benchmarks.peers.store import BATCH
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report, table_of
 from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier.tools.report.stats import Estimate
 
@@ -202,26 +202,24 @@ def targets(
 
 def table(rows: Sequence[Row], batch: int = BATCH) -> Table:
     """Return a table with a section per size and direction."""
-    title = f"{batch}-block batches; reads are cold, writes until they left the page cache"
-    result = Table(title=title)
-    for heading in ("block", "direction", "cache"):
-        result.add_column(heading, no_wrap=True)
-    for heading in ("GB/s", "best", "worst", "CPU s/GB", "acknowledged", "from disk"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    for before, each in zip([None, *rows], rows, strict=False):
-        if before and (before.block, before.direction) != (each.block, each.direction):
-            result.add_section()
-        rates = (each.gb_per_s, each.best_gb_per_s, each.worst_gb_per_s)
-        result.add_row(
-            each.block,
-            each.direction,
-            each.contestant,
-            *(f"{rate:.2f}" for rate in rates),
-            "" if each.cpu_s_per_gb is None else f"{each.cpu_s_per_gb:.3f}",
-            "" if each.acknowledged_gb_per_s is None else f"{each.acknowledged_gb_per_s:.2f}",
-            "" if each.from_disk is None else f"{each.from_disk:.0%}",
-        )
-    return result
+    return table_of(
+        f"{batch}-block batches; reads are cold, writes until they left the page cache",
+        ("block", "direction", "cache"),
+        ("GB/s", "best", "worst", "CPU s/GB", "acknowledged", "from disk"),
+        (
+            (
+                row.block,
+                row.direction,
+                row.contestant,
+                *(f"{rate:.2f}" for rate in (row.gb_per_s, row.best_gb_per_s, row.worst_gb_per_s)),
+                "" if row.cpu_s_per_gb is None else f"{row.cpu_s_per_gb:.3f}",
+                "" if row.acknowledged_gb_per_s is None else f"{row.acknowledged_gb_per_s:.2f}",
+                "" if row.from_disk is None else f"{row.from_disk:.0%}",
+            )
+            for row in rows
+        ),
+        sections=2,
+    )
 
 
 def num_blocks_of(gib: float, block_bytes: int, batch: int) -> int:
@@ -279,10 +277,7 @@ def make_file(path: Path, num_bytes: int) -> None:
 
 
 def main(arguments: list[str] | None = None, sizes: dict[str, int] = SIZES) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.disk.against_peers", description=__doc__
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser = parser_of("disk.against_peers", __doc__)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--gib", type=float, default=1.5, help="blocks of each contestant (1.5)")
     parser.add_argument("--rounds", type=int, default=6, help="(6)")
@@ -296,15 +291,16 @@ def main(arguments: list[str] | None = None, sizes: dict[str, int] = SIZES) -> N
     rows, versions = run(
         plan, [each for each in CONTESTANTS if not plan.peers or each.peer in (OURS, *plan.peers)]
     )
-    result = {
-        "benchmark": "disk_peers",
-        "machine": machine,
-        "versions": versions,
-        "peers_have_small_pages": plan.small_pages,
-        "rows": [asdict(each) for each in rows],
-        "targets": targets(rows),
-    }
-    report(result, plan.json, table(rows))
+    report(
+        plan.json,
+        "disk_peers",
+        machine,
+        rows,
+        targets(rows),
+        table(rows),
+        versions=versions,
+        peers_have_small_pages=plan.small_pages,
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from rich.table import Table
 
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report, set_usual, table_of
 from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier.cache.ladder.loads import DIRECT_PIECES, piece_sizes
 from kvtier.cache.transfer import LocalMover, Move
@@ -189,11 +189,7 @@ def row(
 
 
 def table(rows: Sequence[Row]) -> Table:
-    made = Table(title="blocks from disk to a layer-first pool, CPU seconds per GB")
-    for heading in ("block", "in", "I/O", "checksums"):
-        made.add_column(heading, no_wrap=True)
-    for heading in (DIRECT, "through host", "ratio", "GB/s", "GB/s through host"):
-        made.add_column(heading, justify="right")
+    lines = []
     for each in rows:
         figures = (
             each.cpu_s_per_gb,
@@ -203,13 +199,17 @@ def table(rows: Sequence[Row]) -> Table:
             each.host_gb_per_s,
         )
         about = (each.block, each.pieces, each.io, "yes" if each.verify else "no")
-        made.add_row(*about, *(f"{figure:.3f}" for figure in figures))
-    return made
+        lines.append((*about, *(f"{figure:.3f}" for figure in figures)))
+    return table_of(
+        "blocks from disk to a layer-first pool, CPU seconds per GB",
+        ("block", "in", "I/O", "checksums"),
+        (DIRECT, "through host", "ratio", "GB/s", "GB/s through host"),
+        lines,
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.disk.direct", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser = parser_of("disk.direct", __doc__)
     parser.add_argument("--quick", action="store_true", help="fewer of everything: to see it run")
     parser.add_argument("--path", type=Path, help="directory on the disk (the system's, for now)")
     parser.add_argument("--rounds", type=int, help="(9)")
@@ -218,24 +218,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--huge", action=argparse.BooleanOptionalAction, default=True, help="pages")
     parser.add_argument("--small", action="store_true", help="small pieces instead, no targets")
     options = parser.parse_args(arguments)
-    usual = {"rounds": 1, "mib": 16} if options.quick else {"rounds": 9, "mib": 256}
-    for name, value in usual.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    set_usual(options, {"rounds": 9, "mib": 256}, {"rounds": 1, "mib": 16})
     if options.small:
         bounce.LEAST_PIECE_BYTES = bounce.ALIGNMENT  # directly, even where it does not pay
     machine, rows = machine_facts(), []
     for name, group in (SMALL if options.small else SHAPES).items():
         with tempfile.TemporaryDirectory(prefix="kvtier-direct-", dir=options.path) as folder:
             rows += measure(Path(folder) / "slab", name, group, options)
-    result = {
-        "benchmark": "direct",
-        "machine": machine,
-        "plan": {name: getattr(options, name) for name in ("rounds", "mib")},
-        "rows": [asdict(each) for each in rows],
-        "targets": [] if options.small else [each.target() for each in rows],
-    }
-    report(result, options.json, table(rows))
+    plan = {name: getattr(options, name) for name in ("rounds", "mib")}
+    found = [] if options.small else [each.target() for each in rows]
+    report(options.json, "direct", machine, rows, found, table(rows), plan=plan)
 
 
 if __name__ == "__main__":

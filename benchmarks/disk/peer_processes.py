@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.peers import OURS, ROOT, Contestant
+from benchmarks.peers import OURS, Contestant
+from benchmarks.peers.lines import LineProcess
 from benchmarks.peers.store import BATCH
 
 QUIET = {
@@ -29,8 +25,8 @@ QUIET = {
 """Variables for the peers: no telemetry, and few log lines."""
 
 
-class Worker:
-    """A contestant's process. It is idle between its turns."""
+class Worker(LineProcess):
+    """The process of a disk cache."""
 
     def __init__(
         self,
@@ -42,9 +38,8 @@ class Worker:
         batch: int = BATCH,
     ) -> None:
         self.contestant = contestant
-        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in close()
         (folder / "blocks").mkdir(parents=True)
-        arguments = {
+        options = {
             "--module": contestant.module,
             "--options": json.dumps(contestant.options),
             "--folder": folder / "blocks",
@@ -52,46 +47,10 @@ class Worker:
             "--num-blocks": num_blocks,
             "--batch": batch,
         }
-        self._process = subprocess.Popen(
-            [contestant.python, "-W", "ignore", "-m", "benchmarks.peers.worker"]
-            + [str(part) for pair in arguments.items() for part in pair]
-            + ["--small-pages"] * small_pages,
-            cwd=ROOT,
-            env={**os.environ, **QUIET},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            text=True,
-        )
-
-    def answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            self._complaints.seek(0)
-            lines = self._complaints.read().strip().splitlines()
-            # Threads may print more after the exception.
-            errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-            reason = (errors or lines or ["it ended"])[-1]
-            raise RuntimeError(f"{self.contestant.name}: {reason}")
-        return json.loads(line)
-
-    def ask(self, do: str, **what: object) -> dict[str, Any]:
-        """Run a command in the process. Raises AssertionError if bytes are wrong."""
-        assert self._process.stdin is not None
-        print(json.dumps({"do": do, **what}), file=self._process.stdin, flush=True)
-        answer = self.answer()
-        if answer.get("wrong"):
-            raise AssertionError(f"{self.contestant.name}: {answer['wrong']} wrong blocks in {do}")
-        return answer
-
-    def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-        self._process.wait()
-        self._complaints.close()
+        words = [word for pair in options.items() for word in pair]
+        words += ["--small-pages"] * small_pages
+        arguments = ["-m", "benchmarks.peers.worker", *words]
+        super().__init__(contestant.name, contestant.python, arguments, QUIET)
 
 
 def start(

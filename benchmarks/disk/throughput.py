@@ -9,7 +9,6 @@ the limit of the disk in the same run. See README.md for the method.
 
 from __future__ import annotations
 
-import argparse
 import json
 import mmap
 import os
@@ -30,7 +29,7 @@ import numpy.typing as npt
 from rich.table import Table
 
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report, table_of
 from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier.core.errors import TierError
 from kvtier.core.hot import crc32c_many
@@ -242,26 +241,22 @@ def _rate(row: Row) -> Estimate:
     return estimate(row.gb_per_s, row.gb_per_s_between)
 
 
-def table_of(rows: list[Row]) -> Table:
-    table = Table(title="64-block batches, O_DIRECT, random places")
-    for heading in ("block", "direction", "engine", "verify", "GB/s", "CPU s/GB"):
-        table.add_column(heading, justify="right" if heading[0] in "GC" else "left")
+def table(rows: list[Row]) -> Table:
+    lines = []
     for row in sorted(rows, key=lambda row: (row.block, row.direction, row.verify, row.engine)):
         cpu = "" if np.isnan(row.cpu_s_per_gb) else f"{row.cpu_s_per_gb:.3f}"
-        table.add_row(
-            row.block,
-            row.direction,
-            row.engine,
-            "yes" if row.verify else "",
-            f"{row.gb_per_s:.2f}",
-            cpu,
-        )
-    return table
+        verify = "yes" if row.verify else ""
+        lines.append((row.block, row.direction, row.engine, verify, f"{row.gb_per_s:.2f}", cpu))
+    return table_of(
+        "64-block batches, O_DIRECT, random places",
+        ("block", "direction", "engine", "verify"),
+        ("GB/s", "CPU s/GB"),
+        lines,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help='"-" for stdout')
+    parser = parser_of("disk.throughput", __doc__)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--file-gib", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=6)
@@ -281,8 +276,7 @@ def main() -> None:
         {k: None if isinstance(v, float) and np.isnan(v) else v for k, v in asdict(row).items()}
         for row in rows
     ]
-    result = {"benchmark": "disk", "machine": machine, "rows": made, "targets": targets(rows)}
-    report(result, options.json, table_of(rows))
+    report(options.json, "disk", machine, made, targets(rows), table(rows))
 
 
 if __name__ == "__main__":

@@ -200,7 +200,6 @@ def versions(contestant: Contestant) -> str:
 
 def add_options(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
     """Add the options that the benchmarks of all engines have."""
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
     parser.add_argument("--quick", action="store_true", help="fewer of everything")
     parser.add_argument("--rounds", type=int, help="of the multi-turn benchmark (6)")
     parser.add_argument("--parts", nargs="*", choices=parts, default=parts, help="only these")
@@ -240,11 +239,13 @@ def run_benchmark(
             options.model = make_model(options.scratch / "model")
         chosen = contestants(options)
         found = result_of(measure(chosen, plan, options))
-    result: dict[str, object] = {
-        "benchmark": name,
-        "machine": machine,
-        "versions": {each.name: versions(each) for each in chosen if each.python.exists()},
-        "plan": {**asdict(plan), "device_blocks": options.device_blocks, "host": options.host},
-        **found,
-    }
-    report(result, options.json, *tables(found["rows"]))
+    report(
+        options.json,
+        name,
+        machine,
+        found["rows"],
+        found["targets"],
+        *tables(found["rows"]),
+        versions={each.name: versions(each) for each in chosen if each.python.exists()},
+        plan={**asdict(plan), "device_blocks": options.device_blocks, "host": options.host},
+    )

@@ -9,14 +9,13 @@ as many threads, on the same kind of pages. See README.md for the method.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.micro.copy_plan import PlanRow, plan_targets, run_plan
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report, table_of
 from benchmarks.report.targets import Bounds, bounds, estimate, judged
 from kvtier.core import hot
 from kvtier.core.reference.copy import copy_batch as reference_copy_batch
@@ -267,40 +266,44 @@ def targets(rows: list[Row]) -> list[dict[str, object]]:
 
 def table(rows: list[Row]) -> Table:
     """Return a table with a section per case, direction and number of threads."""
-    result = Table(
-        title="Copies of random blocks; ratio: time of contiguous memcpy / time; x2: two threads"
+    return table_of(
+        "Copies of random blocks; ratio: time of contiguous memcpy / time; x2: two threads",
+        ("case", "method"),
+        ("ms", "best", "worst", "GB/s", "ratio"),
+        (
+            (
+                f"{row.case} {row.direction} x{row.threads}",
+                row.method,
+                *(f"{1e3 * value:.1f}" for value in (row.median_s, row.best_s, row.worst_s)),
+                f"{row.gb_per_s:.2f}",
+                f"{row.ratio:.2f}",
+            )
+            for row in rows
+        ),
+        sections=1,
     )
-    result.add_column("case", no_wrap=True)
-    result.add_column("method", no_wrap=True)
-    for heading in ("ms", "best", "worst", "GB/s", "ratio"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        if row.method == CONTIGUOUS:
-            result.add_section()
-        result.add_row(
-            f"{row.case} {row.direction} x{row.threads}",
-            row.method,
-            *(f"{1e3 * value:.1f}" for value in (row.median_s, row.best_s, row.worst_s)),
-            f"{row.gb_per_s:.2f}",
-            f"{row.ratio:.2f}",
-        )
-    return result
 
 
 def plan_table(rows: list[PlanRow]) -> Table:
     """Return a table with a line per direction and step."""
-    result = Table(title="D3: a copy of 256 blocks, before its first byte moves")
-    for heading in ("case", "step", "copies", "median \u00b5s", "best", "worst"):
-        result.add_column(heading, no_wrap=True)
-    for row in rows:
-        times = (f"{value:.1f}" for value in (row.median_us, row.best_us, row.worst_us))
-        result.add_row(f"D3 {row.direction}", row.step, f"{row.num_copies:,}", *times)
-    return result
+    return table_of(
+        "D3: a copy of 256 blocks, before its first byte moves",
+        ("case", "step"),
+        ("copies", "median \u00b5s", "best", "worst"),
+        (
+            (
+                f"D3 {row.direction}",
+                row.step,
+                f"{row.num_copies:,}",
+                *(f"{value:.1f}" for value in (row.median_us, row.best_us, row.worst_us)),
+            )
+            for row in rows
+        ),
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro.copy", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser = parser_of("micro.copy", __doc__)
     parser.add_argument(
         "--case", choices=[*(case.target_id for case in CASES), "D3"], help="only this one"
     )
@@ -315,14 +318,9 @@ def main(arguments: list[str] | None = None) -> None:
         if options.case in (None, case.target_id):
             rows += run_case(case, options.blocks, tuple(options.threads), options.rounds)
     plans = run_plan(PLAN_ROUNDS) if options.case in (None, "D3") else []
-    result = {
-        "benchmark": "copy",
-        "machine": machine,
-        "rows": [asdict(row) for row in (*rows, *plans)],
-        "targets": targets(rows) + (plan_targets(plans) if plans else []),
-    }
+    judged_rows = targets(rows) + (plan_targets(plans) if plans else [])
     tables = ([table(rows)] if rows else []) + ([plan_table(plans)] if plans else [])
-    report(result, options.json, *tables)
+    report(options.json, "copy", machine, (*rows, *plans), judged_rows, *tables)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ that stays in the CPU's cache: the cost of only reading them. See README.md for 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.micro.copy import allocate
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report, table_of
 from benchmarks.report.targets import Bounds, bounds, estimate, judged
 from kvtier.core import hot
 from kvtier.core.reference import crc as reference
@@ -152,42 +151,33 @@ def targets(rows: list[Row]) -> list[dict[str, object]]:
 
 def table(rows: list[Row]) -> Table:
     """Return a table with a section per case."""
-    result = Table(title="crc32c, one thread; ratio: to reading the same bytes by memcpy")
-    result.add_column("case", no_wrap=True)
-    result.add_column("method", no_wrap=True)
-    for heading in ("CPU ms", "best", "worst", "GB/s", "ratio"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    last = ""
-    for row in rows:
-        if row.case != last:
-            result.add_section()
-        last = row.case
-        result.add_row(
-            row.case,
-            row.method,
-            *(f"{1e3 * value:.1f}" for value in (row.median_s, row.best_s, row.worst_s)),
-            f"{row.gb_per_s:.2f}",
-            f"{row.ratio:.2f}",
-        )
-    return result
+    return table_of(
+        "crc32c, one thread; ratio: to reading the same bytes by memcpy",
+        ("case", "method"),
+        ("CPU ms", "best", "worst", "GB/s", "ratio"),
+        (
+            (
+                row.case,
+                row.method,
+                *(f"{1e3 * value:.1f}" for value in (row.median_s, row.best_s, row.worst_s)),
+                f"{row.gb_per_s:.2f}",
+                f"{row.ratio:.2f}",
+            )
+            for row in rows
+        ),
+        sections=1,
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro.crc", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser = parser_of("micro.crc", __doc__)
     parser.add_argument("--rounds", type=int, default=11, help="timed rounds (11)")
     parser.add_argument("--mib", type=int, default=256, help="read per round and case (256)")
     options = parser.parse_args(arguments)
 
     machine = machine_facts()
     rows = [row for case in CASES for row in run_case(case, options.rounds, options.mib * MIB)]
-    result = {
-        "benchmark": "crc",
-        "machine": machine,
-        "rows": [asdict(row) for row in rows],
-        "targets": targets(rows),
-    }
-    report(result, options.json, table(rows))
+    report(options.json, "crc", machine, rows, targets(rows), table(rows))
 
 
 if __name__ == "__main__":

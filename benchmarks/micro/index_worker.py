@@ -1,6 +1,6 @@
 """One contestant of `benchmarks.micro.index`, in a process and an environment of its own.
 
-Reads a JSON object per line, {"phase": "hit", "start": 0, "stop": 500}, makes these calls one after
+Reads a JSON object per line, {"do": "hit", "start": 0, "stop": 500}, makes these calls one after
 the other, and prints their microseconds and the number of wrong results. It does not need kvtier:
 SGLang's environment has the standard library, numpy and torch.
 """
@@ -10,17 +10,18 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import sys
 import time
 import types
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 
 import numpy as np
+
+from benchmarks.peers.lines import serve, take_stdout
 
 VOCABULARY = 128_000
 NUM_MISSES = 200
@@ -293,6 +294,10 @@ class Contest:
             for block in range(self.per_prompt)
         ]
 
+    def do(self, do: str, **numbers: int) -> Mapping[str, object]:
+        """Run some calls of a phase, or return the facts."""
+        return self.facts() if do == "facts" else self.run(do, **numbers)
+
     def facts(self) -> dict[str, float]:
         return {"rss_bytes": rss_bytes() - self.rss_before, **self.index.facts()}
 
@@ -310,15 +315,9 @@ def main() -> None:
     parser.add_argument("--page", type=int, required=True)
     options = parser.parse_args()
     kind = Sglang if options.index.startswith("sglang") else Kvtier
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # no output of a library may mix with answers
+    answers = take_stdout()
     contest = Contest(kind(options.index, options.page), options.num, options.length, options.page)
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        wanted = json.loads(line)
-        phase = wanted.pop("phase")
-        answer = contest.facts() if phase == "facts" else contest.run(phase, **wanted)
-        print(json.dumps(answer), file=answers, flush=True)
+    serve(answers, {"ready": True}, contest.do)
 
 
 if __name__ == "__main__":

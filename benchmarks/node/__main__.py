@@ -8,14 +8,13 @@ See README.md for the method.
 
 from __future__ import annotations
 
-import argparse
 from importlib import import_module
 from pathlib import Path
 
 from benchmarks.node.part import Part, table
 from benchmarks.policies.traces import FOLDER, default_folder
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report
 
 PARTS = ("look_up", "work", "copies", "killed", "outage", "tokens")
 REAL = ("replicas", "engines")
@@ -24,10 +23,7 @@ TRACE = "mooncake/conversation_trace.jsonl.zst"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.node", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser = parser_of("node", __doc__)
     parser.add_argument("--quick", action="store_true", help="fewer of everything: to see it run")
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, *REAL), default=PARTS)
     parser.add_argument(
@@ -43,14 +39,15 @@ def main(arguments: list[str] | None = None) -> None:
         module = import_module(f"benchmarks.node.{name}")
         more = (options.trace,) if name == "tokens" else ()
         parts[name] = module.measure(options.quick, *more)
-    result = {
-        "benchmark": "node",
-        "machine": machine,
-        "quick": options.quick,
-        "rows": [{"part": name, **row} for name, part in parts.items() for row in part.rows],
-        "targets": [target for part in parts.values() for target in part.targets],
-    }
-    report(result, options.json, *(table(name, part) for name, part in parts.items()))
+    report(
+        options.json,
+        "node",
+        machine,
+        [{"part": name, **row} for name, part in parts.items() for row in part.rows],
+        [target for part in parts.values() for target in part.targets],
+        *(table(name, part) for name, part in parts.items()),
+        quick=options.quick,
+    )
 
 
 if __name__ == "__main__":

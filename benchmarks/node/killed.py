@@ -35,12 +35,15 @@ PROMPTS_BEFORE = 8
 HOST_BYTES, SEGMENT_BYTES = 256 << 20, 4 << 20
 
 
-class Checked(NamedTuple):
-    """Numbers of blocks that were looked up, found in memory, and had wrong bytes."""
+class Loaded(NamedTuple):
+    """Blocks that were found in memory.
+
+    num: how many. wrong: how many of them had wrong bytes. missing: keys of the others.
+    """
 
     num: int
-    found: int
     wrong: int
+    missing: Sequence[bytes]
 
 
 def content_of(key: bytes) -> Bytes:
@@ -50,36 +53,40 @@ def content_of(key: bytes) -> Bytes:
 
 
 def store(cache: NodeCache, host: NodeHost, keys: Sequence[bytes]) -> bool:
-    """Store a prompt with its bytes, as an engine's scheduler and rank do."""
+    """Store a prompt with its bytes, as an engine's scheduler and rank do. False for no node."""
     reserved = cache.reserve(keys)
     if reserved is None:
         return False
-    blocks = blocks_of(host.memory_of(reserved.guard), BLOCK_BYTES)
+    memory = host.memory_of(reserved.guard)
+    if memory is None:
+        cache.abort(reserved.keys)
+        return False
+    blocks = blocks_of(memory, BLOCK_BYTES)
     for key, slot in zip(reserved.keys, reserved.slots, strict=True):
         blocks[slot] = content_of(key)
     cache.commit(reserved.keys, range(len(reserved.keys)))
     return True
 
 
-def check(cache: NodeCache, host: NodeHost, keys: Sequence[bytes]) -> Checked:
+def load(cache: NodeCache, host: NodeHost, keys: Sequence[bytes]) -> Loaded:
     """Look blocks up, and compare the bytes of those in memory."""
     places, _ = cache.lookup(keys)
     ready = [k for k, place in zip(keys, places, strict=True) if place is BlockState.MEMORY]
-    wrong = 0
+    found, wrong = set[bytes](), 0
     if ready:
         held = cache.hold(ready)
-        slots, guard = held.slots, held.guard
-        memory = host.memory_of(guard)
-        copied = blocks_of(memory, BLOCK_BYTES)[slots]
-        assert memory is not None
-        assert memory.generations is not None
-        assert guard is not None
-        is_right = memory.generations[slots] == guard.generations
-        for key, block, is_same in zip(ready, copied, is_right.tolist(), strict=True):
-            wrong += not is_same or not np.array_equal(block, content_of(key))
+        slots, memory = held.slots, host.memory_of(held.guard)
+        if memory is not None and held.guard is not None:
+            copied = blocks_of(memory, BLOCK_BYTES)[slots]
+            assert memory.generations is not None
+            are_same = memory.generations[slots] == held.guard.generations
+            for key, block, is_same in zip(ready, copied, are_same.tolist(), strict=True):
+                if is_same:  # else a miss
+                    found.add(key)
+                    wrong += not np.array_equal(block, content_of(key))
         cache.release(ready)
     cache.poll()
-    return Checked(len(keys), len(ready), wrong)
+    return Loaded(len(found), wrong, [key for key in keys if key not in found])
 
 
 def _engine(socket: Path, pipe: Connection) -> None:
@@ -115,13 +122,16 @@ def measure(quick: bool) -> Part:
             attached(socket, BLOCK_BYTES, "next") as cache,
             mapped(socket, BLOCK_BYTES, "next") as host,
         ):
-            found = check(cache, host, acknowledged)
-            half = check(cache, host, rest) if rest else Checked(0, 0, 0)
+            until(lambda: host.memory_of(cache.hold([]).guard))
+            found, half = load(cache, host, acknowledged), load(cache, host, rest)
     rows = [
-        {"blocks": name, "kills": num_kills, **each._asdict()}
-        for name, each in (("acknowledged", found), ("others", half))
+        {"blocks": name, "kills": num_kills, "num": num, "found": each.num, "wrong": each.wrong}
+        for name, num, each in (
+            ("acknowledged", len(acknowledged), found),
+            ("others", len(rest), half),
+        )
     ]
-    share = exactly((found.found - found.wrong) / found.num)
+    share = exactly((found.num - found.wrong) / len(acknowledged))
     wrong = exactly(float(found.wrong + half.wrong))
     targets = [
         judged("M3", share, 1.0, at_least=True, measure="acknowledged blocks found"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.node.killed import BLOCK_BYTES, content_of
+from benchmarks.node.killed import BLOCK_BYTES, load, store
 from benchmarks.node.part import Part
 from benchmarks.node.processes import (
     PATIENCE_S,
@@ -20,14 +20,12 @@ from benchmarks.node.processes import (
     SPAWN,
     Node,
     attached,
-    blocks_of,
     mapped,
     running_node,
     until,
 )
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import new_keys
-from kvtier.cache.block_cache import BlockState
 from kvtier.devices.cpu import CpuDevice
 from kvtier.node.client.cache import NodeCache
 from kvtier.node.client.channel import NodeClient
@@ -118,44 +116,8 @@ def _look_for(socket: Path, keys: Sequence[bytes]) -> Counter[str]:
         mapped(socket, BLOCK_BYTES, "reader") as host,
     ):
         until(lambda: host.memory_of(cache.hold([]).guard))
-        num, wrong, _ = _load(cache, host, keys)
+        num, wrong, _ = load(cache, host, keys)
     return Counter(sealed=len(keys), found=num, wrong=wrong)
-
-
-def _load(
-    cache: NodeCache, host: NodeHost, keys: Sequence[bytes]
-) -> tuple[int, int, Sequence[bytes]]:
-    """Load blocks. Return how many were found, how many of these are wrong, and missing keys."""
-    places, _ = cache.lookup(keys)
-    ready = [k for k, place in zip(keys, places, strict=True) if place is BlockState.MEMORY]
-    right, wrong = set[bytes](), 0
-    if ready:
-        held = cache.hold(ready)
-        slots, memory = held.slots, host.memory_of(held.guard)
-        if memory is not None and held.guard is not None:
-            copied = blocks_of(memory, BLOCK_BYTES)[slots]
-            assert memory.generations is not None
-            are_right = memory.generations[slots] == held.guard.generations
-            for key, block, is_right in zip(ready, copied, are_right.tolist(), strict=True):
-                if is_right:  # else a miss
-                    right.add(key)
-                    wrong += not np.array_equal(block, content_of(key))
-        cache.release(ready)
-    return len(right), wrong, [key for key in keys if key not in right]
-
-
-def _store(cache: NodeCache, host: NodeHost, keys: Sequence[bytes]) -> None:
-    reserved = cache.reserve(keys)
-    if reserved is None:
-        return
-    memory = host.memory_of(reserved.guard)
-    if memory is None:  # the node is gone
-        cache.abort(reserved.keys)
-        return
-    blocks = blocks_of(memory, BLOCK_BYTES)
-    for key, slot in zip(reserved.keys, reserved.slots, strict=True):
-        blocks[slot] = content_of(key)
-    cache.commit(reserved.keys, range(len(reserved.keys)))
 
 
 class _Engine:
@@ -185,10 +147,10 @@ def _serve(socket: Path, prompts: Sequence[Sequence[bytes]], seed: int, pipe: Co
         told["requests"] += 1
         try:
             began_s = time.monotonic()
-            num, wrong, missing = _load(cache, host, prompt)
+            num, wrong, missing = load(cache, host, prompt)
             if missing:
-                _store(cache, host, missing)
-            cache.poll()
+                store(cache, host, missing)
+                cache.poll()
             told["late"] += time.monotonic() - began_s > 2 * DEADLINE_S + SLACK_S
         except Exception:
             told["failed"] += 1

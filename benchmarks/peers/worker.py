@@ -13,13 +13,14 @@ import importlib
 import json
 import os
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from benchmarks.peers.lines import serve, take_stdout
 from benchmarks.peers.store import BATCH, Arena, Store
 
 STAMP_BYTES = 8
@@ -110,6 +111,11 @@ class Contest:
             wrong += len(numbers) - found
         return {"each_s": seconds, "wrong": wrong}
 
+    def do(self, do: str, **what: Any) -> dict[str, object]:
+        """Run a command by its name."""
+        found: dict[str, object] = getattr(self, do)(**what)
+        return found
+
     def _put(self, numbers: Sequence[int]) -> None:
         for place, number in enumerate(numbers):
             self.arena.blocks[place] = self.content[number % self.arena.batch]
@@ -184,18 +190,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=BATCH, help="blocks at a time")
     parser.add_argument("--small-pages", action="store_true", help="memory in pages of 4 KiB")
     options = parser.parse_args()
-    # No output of a library, also from C, may mix with answers.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    answers = take_stdout()
     opened = importlib.import_module(f"benchmarks.peers.{options.module}").open_store
     arena = Arena(options.block_bytes, not options.small_pages, options.batch)
     store = opened(arena, options.folder, options.num_blocks, **options.options)
     contest = Contest(store)
-    print(json.dumps({"version": store.version}), file=answers, flush=True)
-    for line in sys.stdin:
-        wanted = json.loads(line)
-        answer = getattr(contest, wanted.pop("do"))(**wanted)
-        print(json.dumps(answer), file=answers, flush=True)
+    serve(answers, {"version": store.version}, contest.do)
     store.close()
 
 

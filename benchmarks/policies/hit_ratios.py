@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from benchmarks.policies.traces import (
     default_folder,
 )
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report, table_of
 from benchmarks.report.targets import judged
 from kvtier.index.policies.replayed import POLICIES, PolicyReplay
 from kvtier.tools.report.stats import exactly
@@ -161,15 +161,14 @@ def tables(rows: list[Row]) -> Iterator[Table]:
         for trace, seed in dict.fromkeys((row.trace, row.seed) for row in rows):
             these = [row for row in rows if (row.trace, row.seed) == (trace, seed)]
             name = trace if seed in (None, SEED) else f"{trace}, other beginnings ({seed})"
-            table = Table(title=f"{name}: {title}")
-            table.add_column("policy")
             shares = list(dict.fromkeys(row.share for row in these))
-            for share in shares:
-                table.add_column(f"{100 * share:g} %", justify="right")
+            lines = []
             for policy in dict.fromkeys(row.policy for row in these):
                 cells = {row.share: row for row in these if row.policy == policy}
-                table.add_row(policy, *(f"{100 * getattr(cells[s], value):.2f}" for s in shares))
-            yield table
+                figures = (f"{100 * getattr(cells[share], value):.2f}" for share in shares)
+                lines.append([policy, *figures])
+            headings = [f"{100 * share:g} %" for share in shares]
+            yield table_of(f"{name}: {title}", ("policy",), headings, lines)
 
 
 def replay_all(traces: list[tuple[Trace, int | None]], options: argparse.Namespace) -> list[Row]:
@@ -187,10 +186,7 @@ def replay_all(traces: list[tuple[Trace, int | None]], options: argparse.Namespa
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.policies.hit_ratios", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser = parser_of("policies.hit_ratios", __doc__)
     parser.add_argument(
         "--traces",
         type=Path,
@@ -227,18 +223,20 @@ def main(arguments: list[str] | None = None) -> None:
     if options.only in (None, "all"):
         traces.append((agentic(options.traces, None, 8.0, SEED), SEED))
     machine = machine_facts()
-    result = {
-        "benchmark": "policies",
-        "machine": machine,
-        "through": options.through,
-        "traces": [
+    rows = replay_all(traces, options)
+    report(
+        options.json,
+        "policies",
+        machine,
+        rows,
+        targets(rows, options.through),
+        *tables(rows),
+        through=options.through,
+        traces=[
             {"name": each.name, "seed": seed, "blocks": each.num_refs, "unique": each.num_unique}
             for each, seed in traces
         ],
-    }
-    rows = replay_all(traces, options)
-    result |= {"rows": [asdict(row) for row in rows], "targets": targets(rows, options.through)}
-    report(result, options.json, *tables(rows))
+    )
 
 
 if __name__ == "__main__":

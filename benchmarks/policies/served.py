@@ -40,7 +40,7 @@ from benchmarks.engines.servers import (
 from benchmarks.policies.trace_prompts import Prompts, part_of
 from benchmarks.policies.traces import conversation, default_folder
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report, table_of
 from benchmarks.vllm.servers import with_kvtier
 from kvtier.observe import specs
 
@@ -245,16 +245,18 @@ def written_to_disk(metrics: str, engine: str) -> float:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    made = Table(title="The same prompts, under two policies")
-    for heading in ("policy", "mean TTFT ms", "p90 TTFT ms", "cached tokens", "hits by tier"):
-        made.add_column(heading, justify="right")
-    made.add_column("GB written", justify="right")
+    lines = []
     for row in rows:
         tiers = ", ".join(f"{tier} {num:.0f}" for tier, num in row.hit_blocks.items())
         share = f"{100 * row.cached_tokens / row.prompt_tokens:.1f} %"
         times = f"{row.mean_ttft_ms:.1f}", f"{row.p90_ttft_ms:.1f}"
-        made.add_row(row.policy, *times, share, tiers, f"{row.written_bytes / 1e9:.2f}")
-    return made
+        lines.append((row.policy, *times, share, tiers, f"{row.written_bytes / 1e9:.2f}"))
+    return table_of(
+        "The same prompts, under two policies",
+        ("policy",),
+        ("mean TTFT ms", "p90 TTFT ms", "cached tokens", "hits by tier", "GB written"),
+        lines,
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -275,11 +277,15 @@ def main(arguments: list[str] | None = None) -> None:
         longest = (prompts.longest + 2) * prompts.block_tokens
         rows = measurement.measure(chosen, Size(device_blocks, longest))
     compared = measurement.compared()
-    result = {
-        "benchmark": "served_policies",
-        "machine": machine,
-        "versions": versions(chosen[0]),
-        "plan": {
+    report(
+        options.json,
+        "served_policies",
+        machine,
+        rows,
+        (),
+        table(rows),
+        versions=versions(chosen[0]),
+        plan={
             "requests": len(prompts.chains),
             "blocks": prompts.num_blocks,
             "block_tokens": prompts.block_tokens,
@@ -287,19 +293,13 @@ def main(arguments: list[str] | None = None) -> None:
             "host": options.host,
             "disk": options.disk,
         },
-        "rows": [asdict(row) for row in rows],
-        "compared": asdict(compared),
-        "targets": [],
-    }
-    report(result, options.json, table(rows))
+        compared=asdict(compared),
+    )
     Console(stderr=True).print(json.dumps(asdict(compared)))
 
 
 def read_options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.policies.served", description=__doc__
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser = parser_of("policies.served", __doc__)
     parser.add_argument("--engine", choices=list(BLOCK_TOKENS), default="kvtier")
     parser.add_argument("--traces", type=Path, default=default_folder(), help="folder of them")
     parser.add_argument("--share", type=float, default=0.2, help="of the conversations (0.2)")

@@ -42,13 +42,17 @@ def random_keys(start: int, end: int, rng: np.random.Generator) -> npt.NDArray[n
 
 
 def pieces(num_blocks: int, num_dead: int, keys: Keys) -> Iterator[Records]:
-    """Yield ``num_dead`` records that later ones replace, then a PUT per slot in random order."""
+    """Yield ``num_dead`` records that later ones replace, then a PUT per slot in random order.
+
+    The first half of the dead ones are deletions.
+    """
     rng = np.random.default_rng(0)
     slots = rng.permutation(num_blocks)
-    for start in range(-num_dead, num_blocks, PIECE):
+    for start in (*range(-num_dead, 0, PIECE), *range(0, num_blocks, PIECE)):
         end = min(start + PIECE, 0 if start < 0 else num_blocks)
         records = blank(end - start, RecordKind.PUT)
         numbers = np.arange(start, end)
+        records["kind"][numbers < -num_dead // 2] = RecordKind.DEL
         records["slot"] = slots[numbers] if start >= 0 else numbers % num_blocks
         records["seq"] = numbers + num_dead + 1
         records["depth"] = rng.integers(0, 2000, end - start)

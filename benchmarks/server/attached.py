@@ -11,7 +11,6 @@ time, elsewhere elapsed time. See README.md for the method.
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import kvtier
 from benchmarks.engines.model import TOKENIZER as MODEL
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report
 from benchmarks.report.targets import judged
 from kvtier.tools.report.stats import median_with_interval
 
@@ -107,10 +106,7 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.server.attached", description=__doc__
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser = parser_of("server.attached", __doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--device", default="cpu", help="as torch calls it (cpu)")
     options = parser.parse_args(arguments)
@@ -129,13 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         same = ", ".join(f"{way} {num} of {len(share)}" for way, num in equal.items())
         table.add_row(str(chunk), *(f"{ms:,.0f}" for ms in medians.values()), same)
-    result = {
-        "benchmark": "attached",
-        "machine": machine_facts(),
-        "rows": rows,
-        "targets": targets,
-    }
-    report(result, options.json, table)
+    report(options.json, "attached", machine_facts(), rows, targets, table)
 
 
 if __name__ == "__main__":

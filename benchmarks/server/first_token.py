@@ -15,7 +15,6 @@ Ratios are taken within a round; the result is their median. See README.md for t
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from statistics import median
 from rich.table import Table
 
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report, table_of
 from benchmarks.report.targets import judged
 from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
 from kvtier.observe import specs
@@ -170,25 +169,24 @@ def measure(options: ServeOptions, num_rounds: int) -> Rounds:
 
 
 def table(rounds: Rounds) -> Table:
-    result = Table(title="time to first token, milliseconds, medians")
-    for heading in ("from", "TTFT", "computing", "tail + bytes", "ratio"):
-        result.add_column(heading, justify="left" if heading == "from" else "right")
-    for tier, hits in rounds.hits.items():
-        least_s = median(rounds.least_s(tier, at) for at in range(len(hits)))
-        times = (median(hit.ttft_s for hit in hits), median(hit.prefill_s for hit in hits), least_s)
-        shown = (f"{seconds * 1e3:.2f}" for seconds in times)
-        result.add_row(tier, *shown, f"{median(rounds.ratios(tier)):.3f}")
-    cold = rounds.cold
-    times = (median(hit.ttft_s for hit in cold), median(hit.prefill_s for hit in cold))
-    result.add_row("nothing", *(f"{seconds * 1e3:.2f}" for seconds in times), "", "")
-    return result
+    lines = []
+    for tier, hits in {**rounds.hits, "nothing": rounds.cold}.items():
+        times = [median(hit.ttft_s for hit in hits), median(hit.prefill_s for hit in hits)]
+        if tier in rounds.hits:
+            times.append(median(rounds.least_s(tier, at) for at in range(len(hits))))
+        shown = [f"{seconds * 1e3:.2f}" for seconds in times]
+        ratio = f"{median(rounds.ratios(tier)):.3f}" if tier in rounds.hits else ""
+        lines.append([tier, *shown, *[""] * (3 - len(shown)), ratio])
+    return table_of(
+        "time to first token, milliseconds, medians",
+        ("from",),
+        ("TTFT", "computing", "tail + bytes", "ratio"),
+        lines,
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.server.first_token", description=__doc__
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser = parser_of("server.first_token", __doc__)
     parser.add_argument("--model", default="kvtier-tiny")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tokens", type=int, default=PROMPT_TOKENS, help="of the prompt")
@@ -213,14 +211,8 @@ def main(arguments: list[str] | None = None) -> None:
         for hit in hits
     ]
     rates = {tier: round(rate / 1e9, 3) for tier, rate in rounds.bytes_per_s.items()}
-    result = {
-        "benchmark": "first_token",
-        "machine": machine,
-        "gigabytes_per_s": rates,
-        "rows": rows,
-        "targets": targets,
-    }
-    report(result, given.json, table(rounds))
+    shown = table(rounds)
+    report(given.json, "first_token", machine, rows, targets, shown, gigabytes_per_s=rates)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from benchmarks.engines.run import (
 )
 from benchmarks.engines.servers import Contestant, Size
 from benchmarks.engines.slow_disk import Asked, Slow, measure_slow_disk
+from benchmarks.report.output import parser_of
 from benchmarks.sglang.report import WITH_KVTIER, result_json
 from benchmarks.sglang.second_pass import SecondPass, measure_second_pass, size_for
 from benchmarks.sglang.servers import (
@@ -194,9 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def read_options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sglang.multi_turn", description=__doc__
-    )
+    parser = parser_of("sglang.multi_turn", __doc__)
     add_options(parser, PARTS)
     parser.add_argument(
         "--contestants", nargs="*", default=[*NAMES], help=f"{' '.join(NAMES)} (all)"

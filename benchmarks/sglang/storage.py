@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from benchmarks.disk.against_peers import (
 from benchmarks.disk.peer_processes import Worker
 from benchmarks.peers import OURS, Contestant
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report, set_usual, table_of
 from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier.tools.report.stats import Estimate
 
@@ -141,20 +141,16 @@ def lookup_targets(lookups: Sequence[Lookup]) -> list[dict[str, object]]:
 
 
 def lookup_table(lookups: Sequence[Lookup]) -> Table:
-    result = Table(title=f"exists of {ASKED} pages that are all there")
-    for heading in ("page", "storage"):
-        result.add_column(heading, no_wrap=True)
-    result.add_column("median µs", justify="right")
-    for lookup in lookups:
-        result.add_row(lookup.block, lookup.contestant, f"{lookup.exists_us:.0f}")
-    return result
+    return table_of(
+        f"exists of {ASKED} pages that are all there",
+        ("page", "storage"),
+        ("median µs",),
+        ((lookup.block, lookup.contestant, f"{lookup.exists_us:.0f}") for lookup in lookups),
+    )
 
 
 def read_options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sglang.storage", description=__doc__
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser = parser_of("sglang.storage", __doc__)
     parser.add_argument("--quick", action="store_true", help="fewer of everything: to see it run")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--gib", type=float, help="pages of each contestant (1.5)")
@@ -162,10 +158,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, help="per round and direction (4)")
     parser.add_argument("--peers", nargs="*", help="only these: 'sglang file' nixl")
     plan = parser.parse_args(arguments)
-    usual = {"gib": 0.4, "rounds": 1, "batches": 1} if plan.quick else USUAL
-    for name, value in usual.items():
-        if getattr(plan, name) is None:
-            setattr(plan, name, value)
+    set_usual(plan, USUAL, {"gib": 0.4, "rounds": 1, "batches": 1})
     # Small pages are only for the memory that prepares pages; SGLang's pool holds the moved ones.
     plan.small_pages, plan.batch, plan.sizes = False, PAGES, SIZES
     return plan
@@ -191,15 +184,17 @@ def main(arguments: list[str] | None = None) -> None:
         memory = {"memory": str(Path(folder) / "pages")}
         shared = [replace(each, options={**each.options, **memory}) for each in chosen]
         rows, versions = run(plan, shared, look_up)
-    result = {
-        "benchmark": "sglang_storage",
-        "machine": machine,
-        "versions": versions,
-        "plan": {name: getattr(plan, name) for name in (*USUAL, "batch")},
-        "rows": [asdict(each) for each in (*rows, *lookups)],
-        "targets": [*targets(rows, wanted), *lookup_targets(lookups)],
-    }
-    report(result, plan.json, table(rows, PAGES), lookup_table(lookups))
+    report(
+        plan.json,
+        "sglang_storage",
+        machine,
+        (*rows, *lookups),
+        (*targets(rows, wanted), *lookup_targets(lookups)),
+        table(rows, PAGES),
+        lookup_table(lookups),
+        versions=versions,
+        plan={name: getattr(plan, name) for name in (*USUAL, "batch")},
+    )
 
 
 if __name__ == "__main__":

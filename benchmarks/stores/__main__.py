@@ -9,13 +9,11 @@ memory, in turns. See README.md for the method.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report, set_usual
 from benchmarks.stores.clients import Row, rows_of, table
 from benchmarks.stores.lookup import Lookup, lookup_table, measure_lookup
 from benchmarks.stores.processes import SIZES, STORES, measure_apart, opened
@@ -29,8 +27,7 @@ PARTS = CLIENTS, LOOKUP, DEAD, SLOW
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stores", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser = parser_of("stores", __doc__)
     parser.add_argument("--quick", action="store_true", help="fewer of everything: to see it run")
     parser.add_argument("--stores", nargs="*", default=[*STORES], help=f"{' '.join(STORES)} (all)")
     parser.add_argument("--parts", nargs="*", default=[*PARTS], choices=PARTS, help="(all)")
@@ -43,11 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2, help="of each side (2)")
     options = parser.parse_args(arguments)
     usual = {"processes": 7, "rounds": 3, "mib": 128, "pairs": 400, "lookups": 400}
-    if options.quick:
-        usual = {"processes": 1, "rounds": 1, "mib": 8, "pairs": 8, "lookups": 8}
-    for name, value in usual.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    quick = {"processes": 1, "rounds": 1, "mib": 8, "pairs": 8, "lookups": 8}
+    set_usual(options, usual, quick)
     machine = machine_facts()
     there = []
     for name in options.stores:
@@ -78,21 +72,19 @@ def main(arguments: list[str] | None = None) -> None:
             found_here = measure_trouble(there, part, options.pairs)
             troubles += found_here
             tables.append(trouble_table(part, found_here))
-    result = {
-        "benchmark": "remote",
-        "machine": machine,
-        "versions": versions,
-        "plan": {name: getattr(options, name) for name in ("parts", *usual, "threads")},
-        "rows": [
-            *(asdict(each) for each in (*rows, *lookups)),
-            *(trouble.as_json() for trouble in troubles),
-        ],
-        "targets": [
+    report(
+        options.json,
+        "remote",
+        machine,
+        (*rows, *lookups, *(trouble.as_json() for trouble in troubles)),
+        (
             *(target for row in rows for target in row.targets()),
             *(each.target() for each in (*lookups, *troubles)),
-        ],
-    }
-    report(result, options.json, *tables)
+        ),
+        *tables,
+        versions=versions,
+        plan={name: getattr(options, name) for name in ("parts", *usual, "threads")},
+    )
 
 
 if __name__ == "__main__":

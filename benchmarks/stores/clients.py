@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 from rich.table import Table
 
+from benchmarks.report.output import table_of
 from benchmarks.report.targets import Bounds, bounds, estimate, judged
 from benchmarks.stores.servers import Client, Memory, Place, Tier
 from kvtier.core.types import BlockKey
@@ -178,20 +179,28 @@ def _over(
 
 
 def table(rows: Sequence[Row]) -> Table:
-    made = Table(title="blocks between a store and memory")
-    for heading in ("store", "block", "way"):
-        made.add_column(heading, no_wrap=True)
-    for heading in ("GB/s", "its client", "share", "CPU s/GB", "its client", "a memmove", "cost"):
-        made.add_column(heading, justify="right")
-    for row in rows:
-        figures = (
-            row.gb_per_s,
-            row.client_gb_per_s,
-            row.share,
-            row.cpu_s_per_gb,
-            row.client_cpu_s_per_gb,
-            row.memmove_cpu_s_per_gb,
-            row.cost,
-        )
-        made.add_row(row.store, row.block, row.direction, *(f"{f:.3f}" for f in figures))
-    return made
+    return table_of(
+        "blocks between a store and memory",
+        ("store", "block", "way"),
+        ("GB/s", "its client", "share", "CPU s/GB", "its client", "a memmove", "cost"),
+        (
+            (
+                row.store,
+                row.block,
+                row.direction,
+                *(
+                    f"{figure:.3f}"
+                    for figure in (
+                        row.gb_per_s,
+                        row.client_gb_per_s,
+                        row.share,
+                        row.cpu_s_per_gb,
+                        row.client_cpu_s_per_gb,
+                        row.memmove_cpu_s_per_gb,
+                        row.cost,
+                    )
+                ),
+            )
+            for row in rows
+        ),
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from rich.table import Table
 
+from benchmarks.report.output import table_of
 from benchmarks.report.targets import Bounds, estimate, judged
 from benchmarks.stores.servers import Memory, Place
 from kvtier.tools.report.figures import TOO_FEW
@@ -70,12 +71,11 @@ def _p99(rows: Floats) -> Floats:
 
 
 def lookup_table(lookups: Sequence[Lookup]) -> Table:
-    made = Table(title=f"which of {ASKED} blocks are there?")
-    for heading in ("store", "round trip ms", "p50 ms", "p99 ms", "95 % sure"):
-        made.add_column(heading, justify="right")
+    lines = []
     for lookup in lookups:
         low, high = lookup.p99_ms_between
         sure = TOO_FEW if low is None else f"{low:.2f} to {high:.2f}"
         figures = (f"{lookup.p50_ms:.2f}", f"{lookup.p99_ms:.2f}")
-        made.add_row(lookup.store, f"{lookup.round_trip_ms:.0f}", *figures, sure)
-    return made
+        lines.append((lookup.store, f"{lookup.round_trip_ms:.0f}", *figures, sure))
+    headings = ("round trip ms", "p50 ms", "p99 ms", "95 % sure")
+    return table_of(f"which of {ASKED} blocks are there?", ("store",), headings, lines)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from benchmarks.report.output import table_of
 from benchmarks.report.targets import judged
 from benchmarks.stores.servers import Place
 from kvtier.serve.engine import Engine, SamplingParams
@@ -123,9 +124,7 @@ def _ask(engine: Engine, prompt: Prompt) -> float:
 
 
 def trouble_table(trouble: str, rows: Sequence[TroubleRow]) -> Table:
-    made = Table(title=f"ms to the first token: {trouble}, and none")
-    for heading in ("store", "first", "p50", "without", "p99", "without", "p99 ratio"):
-        made.add_column(heading, justify="right")
+    lines = []
     for row in rows:
         ratio = TOO_FEW
         if row.p99_ratio.is_bounded:
@@ -134,5 +133,6 @@ def trouble_table(trouble: str, rows: Sequence[TroubleRow]) -> Table:
         figures: list[float | None] = [row.first_ms, row.with_it.p50, row.without.p50]
         figures += [row.with_it.p99, row.without.p99]
         cells = ("–" if figure is None else f"{figure:.1f}" for figure in figures)
-        made.add_row(row.store, *cells, ratio)
-    return made
+        lines.append((row.store, *cells, ratio))
+    headings = ("first", "p50", "without", "p99", "without", "p99 ratio")
+    return table_of(f"ms to the first token: {trouble}, and none", ("store",), headings, lines)

@@ -36,6 +36,7 @@ from benchmarks.engines.run import (
 from benchmarks.engines.servers import Contestant, Size
 from benchmarks.engines.slow_disk import Slow, measure_slow_disk
 from benchmarks.peers import ENVIRONMENTS
+from benchmarks.report.output import parser_of
 from benchmarks.vllm.report import result_json
 from benchmarks.vllm.servers import (
     ENDLESS,
@@ -165,9 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def read_options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm.multi_turn", description=__doc__
-    )
+    parser = parser_of("vllm.multi_turn", __doc__)
     add_options(parser, PARTS)
     parser.add_argument(
         "--contestants",

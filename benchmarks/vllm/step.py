@@ -10,7 +10,6 @@ the method.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import tempfile
 import time
@@ -23,7 +22,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.report.machine import machine_facts
-from benchmarks.report.output import report
+from benchmarks.report.output import parser_of, report, table_of
 from benchmarks.report.targets import judged
 from benchmarks.vllm.steps import PAGE, PAGES, PROMPT, Replica, Step, prepare
 from kvtier.tools.report.stats import Estimate, median_with_interval, rounded
@@ -194,31 +193,28 @@ def targets(found: Mapping[int, Mapping[str, Samples]]) -> list[dict[str, object
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    result = Table(title="CPU time of a step in which nothing moves, microseconds above vLLM alone")
-    headings = ("running", "contestant", "scheduler", "in functions", "rank", "in functions")
-    for heading in (*headings, "message", "steps"):
-        result.add_column(heading, justify="left" if heading == "contestant" else "right")
+    lines = []
     for row in rows:
-        cells = [str(row["running"]), row["contestant"]]
+        cells = [row["contestant"], str(row["running"])]
         for side in SIDES:
             if row["contestant"] == ALONE:
                 cells += [f"({row[f'{side}_us']})", ""]
                 continue
             low, high = row[f"{side}_above_us_interval_95"]
-            cells += [
-                f"{row[f'{side}_above_us']} [{low}, {high}]",
-                str(row[f"{side}_functions_us"]),
-            ]
+            above_us = f"{row[f'{side}_above_us']} [{low}, {high}]"
+            cells += [above_us, str(row[f"{side}_functions_us"])]
         there, back = row["message_bytes"]
-        result.add_row(*cells, f"{there:g} + {back:g} B", str(row["steps"]))
-    return result
+        lines.append([*cells, f"{there:g} + {back:g} B", str(row["steps"])])
+    return table_of(
+        "CPU time of a step in which nothing moves, microseconds above vLLM alone",
+        ("contestant",),
+        ("running", "scheduler", "in functions", "rank", "in functions", "message", "steps"),
+        lines,
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm.step", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser = parser_of("vllm.step", __doc__)
     parser.add_argument("--running", nargs="+", type=int, default=[1, 64, 256], help="(1 64 256)")
     parser.add_argument("--rounds", type=int, default=8, help="of 48 steps (8)")
     parser.add_argument(
@@ -247,8 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
             connects = connections(chosen, num_running, Path(scratch), settings)
             found[num_running] = measure(connects, num_running, options.rounds)
         rows += rows_of(found[num_running], num_running)
-    result = {"benchmark": "vllm_step", "machine": machine, "rows": rows, "targets": targets(found)}
-    report(result, options.json, table(rows))
+    report(options.json, "vllm_step", machine, rows, targets(found), table(rows))
 
 
 if __name__ == "__main__":

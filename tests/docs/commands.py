@@ -222,7 +222,7 @@ def _check_module(module: str, words: Sequence[str]) -> None:
 
 
 SHARED_OPTIONS = '"--json"'
-"""Options that every benchmark has: ``benchmarks.report.output`` reads them."""
+"""Options that every benchmark has: ``benchmarks.report.output`` adds them."""
 
 
 def _check_pytest(words: Sequence[str]) -> None:
