@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-METRIC = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)")
+from prometheus_client.parser import text_string_to_metric_families
+
 ERROR = re.compile(r"\b([\w.]*(?:Error|Exception)\b: .+)")
 
 
@@ -55,19 +56,19 @@ def read_answer(events: Sequence[Mapping[str, Any]], ttft_ms: float, total_ms: f
 def read_counters(text: str) -> dict[str, float]:
     """Return metrics in Prometheus' text format, summed over labels."""
     found: defaultdict[str, float] = defaultdict(float)
-    for line in text.splitlines():
-        if match := METRIC.match(line):
-            found[match[1]] += float(match[2])
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] += sample.value
     return dict(found)
 
 
 def read_by_label(text: str, metric: str, label: str) -> dict[str, float]:
     """Return one metric of the same format, summed by the values of a label."""
     found: defaultdict[str, float] = defaultdict(float)
-    for line in text.splitlines():
-        if (match := METRIC.match(line)) and match[1] == metric:
-            value = re.search(rf'\b{label}="([^"]*)"', line)
-            found[value[1] if value else ""] += float(match[2])
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == metric:
+                found[sample.labels.get(label, "")] += sample.value
     return dict(found)
 
 

@@ -205,6 +205,62 @@ def measured_rows(results: Results, medians: Sequence[Row], new: Sequence[Row]) 
     return [*checks, *medians, *each_run, *new, *slow]
 
 
+@dataclass(frozen=True, slots=True)
+class TurnTarget:
+    """Target of the mean time to first token in the multi-turn benchmark.
+
+    Attributes:
+        target_id: its id.
+        figure: ratio in the rows of medians that is judged, or its change if ``is_change``.
+        contestants: contestants that it counts for, with the largest value wanted.
+        facts: further fields of the target.
+    """
+
+    target_id: str
+    figure: str
+    contestants: Mapping[str, float]
+    is_change: bool = False
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+def turn_targets(turns: Sequence[Row], wanted: Sequence[TurnTarget]) -> list[Row]:
+    """Return the targets of the multi-turn benchmark that its medians decide."""
+    found = []
+    for row in turns:
+        name = str(row["contestant"])
+        for target in wanted:
+            if name in target.contestants and target.figure in row:
+                less = 1.0 if target.is_change else 0.0
+                value = changed(row[target.figure], lambda ratio, less=less: ratio - less)  # type: ignore[misc]
+                common = {"id": target.target_id, "contestant": name, **target.facts}
+                found.append({**common, **judged_row(value, target.contestants[name])})
+    return found
+
+
+def result_json(
+    results: Results,
+    base: str,
+    beside: Mapping[str, str],
+    wanted: Sequence[TurnTarget],
+    rows: Sequence[Row] = (),
+    targets: Sequence[Row] = (),
+) -> dict[str, list[Row]]:
+    """Return ``rows`` and ``targets`` of the result.
+
+    Args:
+        results: all measurements.
+        base, beside: see ``summary_rows``.
+        wanted: targets of the multi-turn benchmark.
+        rows, targets: of further parts.
+    """
+    medians = summary_rows(results.runs, base, beside)
+    new = [row for name, starts in results.new.items() for row in new_prompt_rows(name, starts)]
+    return {
+        "rows": [*measured_rows(results, medians, new), *rows],
+        "targets": [*turn_targets(medians, wanted), *targets, *common_targets(results, new)],
+    }
+
+
 def common_targets(results: Results, new: Sequence[Row]) -> list[Row]:
     """Return targets T2 and T3.
 

@@ -12,12 +12,13 @@ installs the requirements. See README.md for the method.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.engines.model import KV_BYTES_PER_TOKEN
 from benchmarks.engines.multi_turn_script import Workload
-from benchmarks.engines.report import Results, Row
+from benchmarks.engines.report import Results, Row, TurnTarget
+from benchmarks.engines.report import result_json as engine_result
 from benchmarks.engines.run import (
     Plan,
     Say,
@@ -34,7 +35,7 @@ from benchmarks.engines.run import (
 from benchmarks.engines.servers import Contestant, Size
 from benchmarks.engines.slow_disk import Asked, Slow, measure_slow_disk
 from benchmarks.report.output import parser_of
-from benchmarks.sglang.report import WITH_KVTIER, result_json
+from benchmarks.sglang import second_pass
 from benchmarks.sglang.second_pass import SecondPass, measure_second_pass, size_for
 from benchmarks.sglang.servers import (
     BLOCK,
@@ -62,6 +63,11 @@ PARTS = MULTI_TURN, SECOND_PASS, NEW_PROMPTS, SLOW_DISK = (
     "slow-disk",
 )
 NAMES = {"sglang": SGLANG, "hicache": HICACHE, "file": FILE, "kvtier": OURS, "linker": LINKER}
+WITH_KVTIER = (OURS, LINKER)
+TURN_TARGETS = (
+    TurnTarget("T4", "ttft_ratio", dict.fromkeys(WITH_KVTIER, -0.5), True, {"against": HICACHE}),
+    TurnTarget("T4", "ttft_to_file", dict.fromkeys(WITH_KVTIER, 1.0), facts={"against": FILE}),
+)
 SLOW_STARTS = 3
 """Starts of each pair of servers, one of which has a slow disk. Servers of a kind differ from start
 to start. All starts together have a hundred prompts, enough for a p99."""
@@ -182,6 +188,13 @@ class Measurement:
 
     def result(self, results: Results) -> dict[str, list[Row]]:
         return result_json(results, self.twice)
+
+
+def result_json(results: Results, twice: Mapping[str, SecondPass]) -> dict[str, list[Row]]:
+    """Return ``rows`` and ``targets`` of the result."""
+    rows = [row for name, each in twice.items() for row in second_pass.rows(name, each)]
+    beside, targets = {"alone": SGLANG, "file": FILE}, second_pass.targets(rows, WITH_KVTIER)
+    return engine_result(results, HICACHE, beside, TURN_TARGETS, rows, targets)
 
 
 def main(arguments: list[str] | None = None) -> None:

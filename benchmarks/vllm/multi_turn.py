@@ -20,7 +20,8 @@ from dataclasses import fields, replace
 
 from benchmarks.engines.model import KV_BYTES_PER_TOKEN
 from benchmarks.engines.multi_turn_script import Workload
-from benchmarks.engines.report import Results
+from benchmarks.engines.report import Results, Row, TurnTarget
+from benchmarks.engines.report import result_json as engine_result
 from benchmarks.engines.run import (
     Plan,
     add_options,
@@ -37,7 +38,6 @@ from benchmarks.engines.servers import Contestant, Size
 from benchmarks.engines.slow_disk import Slow, measure_slow_disk
 from benchmarks.peers import ENVIRONMENTS
 from benchmarks.report.output import parser_of
-from benchmarks.vllm.report import result_json
 from benchmarks.vllm.servers import (
     ENDLESS,
     LMCACHE,
@@ -63,8 +63,12 @@ NEEDED = ("disk_path", "disk_capacity", "disk_bytes_per_s")
 HOST_PROMPTS = 2
 """Prompts for which host memory has room above a slow disk."""
 MULTI_TURN, NEW_PROMPTS, SLOW_DISK = PARTS = ("multi-turn", "new-prompts", "slow-disk")
-
-
+TURN_TARGETS = (
+    TurnTarget("T4'", "ttft_to_endless", {OURS: 1.05, OWN_FRONT: 1.05, ON_DISK: 1.1}),
+    TurnTarget("T4", "ttft_ratio", dict.fromkeys((OURS, OWN_FRONT, LMCACHE, ON_DISK), -0.5), True),
+)
+"""Largest time to first token, as a multiple of that of a pool that never evicts; and its change
+against vLLM alone."""
 QUICK = Plan(
     Workload(num_conversations=7, num_active=5, turns=(8, 10)),
     rounds=1,
@@ -157,6 +161,11 @@ def missing_settings() -> list[str]:
     """Return the settings of kvtier under vLLM that a slow disk needs."""
     known = {field.name for field in fields(VllmSettings)}
     return [name for name in NEEDED if name not in known]
+
+
+def result_json(results: Results) -> dict[str, list[Row]]:
+    """Return ``rows`` and ``targets`` of the result."""
+    return engine_result(results, VLLM, {"endless": ENDLESS}, TURN_TARGETS)
 
 
 def main(arguments: list[str] | None = None) -> None:

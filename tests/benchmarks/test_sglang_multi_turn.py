@@ -14,8 +14,7 @@ from benchmarks.engines.requests import Asked, Burst, NewPrompts
 from benchmarks.engines.servers import Size, Tokens
 from benchmarks.engines.slow_disk import Asked as AskedOfDisk
 from benchmarks.engines.slow_disk import SlowDisk
-from benchmarks.sglang.multi_turn import contestants, host_bytes, read_options
-from benchmarks.sglang.report import result_json
+from benchmarks.sglang.multi_turn import contestants, host_bytes, read_options, result_json
 from benchmarks.sglang.second_pass import (
     FROM_DEVICE,
     GROUPS,

@@ -35,7 +35,7 @@ from benchmarks.engines.run import value_of
 from benchmarks.engines.slow_disk import Asked as AskedOfDisk
 from benchmarks.engines.slow_disk import SlowDisk
 from benchmarks.vllm.fetch import find_link, unpack
-from benchmarks.vllm.report import result_json
+from benchmarks.vllm.multi_turn import result_json
 from benchmarks.vllm.servers import ENDLESS, LMCACHE, ON_DISK, OURS, VLLM, with_kvtier
 
 

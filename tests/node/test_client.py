@@ -93,21 +93,15 @@ def enter(client: NodeClient) -> tuple[Channel, OpenedPartition]:
 
 
 def look_up(channel: Channel, partition: OpenedPartition, some: bytes) -> protocol.LookupAnswer:
-    return channel.request(
-        lambda number: protocol.LookupRequest(number, partition.number, some),
-        protocol.LookupAnswer,
-        soon(),
-    )
+    request = protocol.LookupRequest(0, partition.number, some)
+    return channel.request(request, protocol.LookupAnswer, soon())
 
 
 def reserve(
     channel: Channel, partition: OpenedPartition, some: bytes, until_s: float | None = None
 ) -> protocol.ReserveAnswer:
-    return channel.request(
-        lambda number: protocol.ReserveRequest(number, partition.number, some),
-        protocol.ReserveAnswer,
-        soon() if until_s is None else until_s,
-    )
+    request = protocol.ReserveRequest(0, partition.number, some)
+    return channel.request(request, protocol.ReserveAnswer, until_s or soon())
 
 
 def tier_of(path: Path) -> NodeTier:

@@ -114,11 +114,8 @@ class Machine(RuleBasedStateMachine):
     @rule(engine=engines, wanted=some_keys)
     def look_up(self, engine: Engine, wanted: list[int]) -> None:
         channel, partition = self.take(engine)
-        found = channel.request(
-            lambda number: protocol.LookupRequest(number, partition.number, keys(*wanted)),
-            protocol.LookupAnswer,
-            time.monotonic() + 30,
-        )
+        request = protocol.LookupRequest(0, partition.number, keys(*wanted))
+        found = channel.request(request, protocol.LookupAnswer, time.monotonic() + 30)
         engine.client.put_back(channel)
         there = [key for key, at in zip(wanted, found.places, strict=True) if at == protocol.MEMORY]
         assert set(there) <= self.committed, "a block that nobody has committed"
@@ -136,11 +133,8 @@ class Machine(RuleBasedStateMachine):
     @rule(engine=engines, wanted=some_keys)
     def reserve(self, engine: Engine, wanted: list[int]) -> None:
         channel, partition = self.take(engine)
-        told = channel.request(
-            lambda number: protocol.ReserveRequest(number, partition.number, keys(*wanted)),
-            protocol.ReserveAnswer,
-            time.monotonic() + 30,
-        )
+        request = protocol.ReserveRequest(0, partition.number, keys(*wanted))
+        told = channel.request(request, protocol.ReserveAnswer, time.monotonic() + 30)
         engine.client.put_back(channel)
         new = [key for key, is_new in zip(wanted, told.new, strict=True) if is_new]
         in_use = {slot for each in self.living for _, slot, _ in each.leases}
@@ -188,20 +182,13 @@ class Machine(RuleBasedStateMachine):
     def give_up_a_request(self, engine: Engine, wanted: list[int]) -> None:
         """The answer is late, and undone."""
         channel, partition = self.take(engine)
-        look_up, reserve = protocol.LookupRequest, protocol.ReserveRequest
-        with suppress(NodeError):
-            found = channel.request(
-                lambda number: look_up(number, partition.number, keys(*wanted)),
-                protocol.LookupAnswer,
-                -1.0,
-            )  # it may be in time nevertheless
+        look_up = protocol.LookupRequest(0, partition.number, keys(*wanted))
+        reserve = protocol.ReserveRequest(0, partition.number, keys(*wanted))
+        with suppress(NodeError):  # it may be in time nevertheless
+            found = channel.request(look_up, protocol.LookupAnswer, -1.0)
             channel.notify(protocol.ReleaseNotice(partition.number, found.slots))
         with suppress(NodeError):
-            told = channel.request(
-                lambda number: reserve(number, partition.number, keys(*wanted)),
-                protocol.ReserveAnswer,
-                -1.0,
-            )
+            told = channel.request(reserve, protocol.ReserveAnswer, -1.0)
             channel.notify(protocol.AbortNotice(partition.number, told.slots))
         wait_until(lambda: not self._listen(channel))
         engine.client.put_back(channel)
@@ -210,11 +197,8 @@ class Machine(RuleBasedStateMachine):
     def settle(self, engine: Engine) -> None:
         """Once the engine is connected, the node knows exactly what it uses, or will soon."""
         channel, partition = self.take(engine)
-        channel.request(
-            lambda number: protocol.FindRequest(number, partition.number, b"", 0.0),
-            protocol.OutcomesAnswer,
-            time.monotonic() + 30,
-        )
+        request = protocol.FindRequest(0, partition.number, b"", 0.0)
+        channel.request(request, protocol.OutcomesAnswer, time.monotonic() + 30)
         engine.client.put_back(channel)
         used = len(engine.leases), len(engine.reserved)
         wait_until(lambda: self._uses()[engine.client._name] == used)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -33,9 +34,8 @@ from kvtier.cache.local import states_of
 from kvtier.cache.waiters import Signal
 from kvtier.core.hints import BlockHint, Hint, waits
 from kvtier.core.types import DEVICE, HOST, Slot
-from kvtier.node.client.channel import Channel, NodeClient, NodeError, OpenedPartition
+from kvtier.node.client.channel import Channel, NodeClient, NodeError, OpenedPartition, SlotNotice
 from kvtier.node.wire import protocol
-from kvtier.node.wire.protocol import FromEngine
 from kvtier.observe import Metrics
 from kvtier.observe.specs import PROBED_BLOCKS
 from kvtier.plan import CostModel, Costs, num_to_probe, ways_of
@@ -128,7 +128,7 @@ class NodeCache(BlockCache):
         self._unread: list[_LookedUp] = []
         self._reads: list[_Read] = []
         self._probed_s: dict[str, float] = {}
-        self._ending: list[tuple[str, FromEngine]] = []  # notices, with the memory they are about
+        self._ending: list[tuple[str, SlotNotice]] = []  # notices, with the memory they are about
 
     # -- locations ---------------------------------------------------------------------------------
 
@@ -137,14 +137,8 @@ class NodeCache(BlockCache):
 
         While the partition is being opened, all blocks are ``UNKNOWN`` for a short time.
         """
-        joined_keys = b"".join(keys)
-        found = self._ask(
-            keys,
-            lambda request, partition: protocol.LookupRequest(
-                request, partition, joined_keys, has_gaps
-            ),
-            protocol.LookupAnswer,
-        )
+        request = protocol.LookupRequest(0, 0, b"".join(keys), has_gaps)
+        found = self._ask(keys, request, protocol.LookupAnswer)
         if found is None:
             opening = self._opening
             if opening is None or opening.is_over:
@@ -230,16 +224,12 @@ class NodeCache(BlockCache):
                 self._partition.brought.pop(key, None)
                 if not lease.num:
                     del self._partition.leases[key]
-        self._give_back(given_back)
+        self._give_back(protocol.pack(given_back))
 
     def reserve(self, keys: Collection[bytes]) -> Reserved | None:
         wanted = list(dict.fromkeys(keys))
-        joined_keys = b"".join(wanted)
-        found = self._ask(
-            wanted,
-            lambda request, partition: protocol.ReserveRequest(request, partition, joined_keys),
-            protocol.ReserveAnswer,
-        )
+        request = protocol.ReserveRequest(0, 0, b"".join(wanted))
+        found = self._ask(wanted, request, protocol.ReserveAnswer)
         if found is None:
             return None
         answer, _ = found
@@ -265,38 +255,28 @@ class NodeCache(BlockCache):
         mine = [(key, at) for key, at in zip(keys, depths, strict=True) if key in reserved]
         slots = [reserved.pop(key).slot for key, _ in mine]
         if slots:
-            places = protocol.pack(slots), protocol.pack([at for _, at in mine])
-            self._notify(lambda number: protocol.CommitNotice(number, *places))
+            depths = protocol.pack([at for _, at in mine])
+            self._notify(protocol.CommitNotice(0, protocol.pack(slots), depths))
 
     def abort(self, keys: Iterable[bytes]) -> None:
         reserved = self._partition.reserved
         slots = protocol.pack([reserved.pop(key).slot for key in keys if key in reserved])
         if slots:
-            self._notify(lambda number: protocol.AbortNotice(number, slots))
+            self._notify(protocol.AbortNotice(0, slots))
 
     def distrust(self, slots: Collection[Slot]) -> None:
         if slots:
-            packed = protocol.pack(list(slots))
-            self._notify(lambda number: protocol.DistrustNotice(number, packed))
+            self._notify(protocol.DistrustNotice(0, protocol.pack(list(slots))))
 
-    def _give_back(self, slots: Sequence[Slot]) -> None:
-        self._notify_release(protocol.pack(slots))
-
-    def _notify_release(self, slots: bytes) -> None:
+    def _give_back(self, slots: bytes) -> None:
         if slots:
-            self._notify(lambda number: protocol.ReleaseNotice(number, slots))
+            self._notify(protocol.ReleaseNotice(0, slots))
 
     # -- between memory and storage ----------------------------------------------------------------
 
     def promote(self, keys: Sequence[bytes], ready_keys: Sequence[bytes] = ()) -> int:
-        joined_keys, joined_ready = b"".join(keys), b"".join(ready_keys)
-        found = self._ask(
-            keys,
-            lambda request, partition: protocol.PromoteRequest(
-                request, partition, joined_keys, joined_ready
-            ),
-            protocol.PromoteAnswer,
-        )
+        request = protocol.PromoteRequest(0, 0, b"".join(keys), b"".join(ready_keys))
+        found = self._ask(keys, request, protocol.PromoteAnswer)
         if found is None:
             return 0
         begun = keys[: found[0].num]
@@ -323,10 +303,8 @@ class NodeCache(BlockCache):
                     self.wait_for_reads(some[:num])
 
     def wait_for_reads(self, keys: Sequence[bytes]) -> NodeSignal | Signal:
-        watch, joined_keys = next(self._watches), b"".join(keys)
-        channel = self._notify(
-            lambda partition: protocol.WatchNotice(partition, watch, joined_keys)
-        )
+        watch = next(self._watches)
+        channel = self._notify(protocol.WatchNotice(0, watch, b"".join(keys)))
         if channel is None:
             return Signal(is_over=True)
         signal, now_s = NodeSignal(self._client, channel, watch), self._clock()
@@ -340,16 +318,15 @@ class NodeCache(BlockCache):
 
     def touch(self, keys: Collection[bytes]) -> None:
         if keys:
-            joined_keys = b"".join(keys)
-            self._notify(lambda number: protocol.UseNotice(number, joined_keys))
+            self._notify(protocol.UseNotice(0, b"".join(keys)))
 
     def on_request(self, keys: Iterable[bytes]) -> None:
         if joined_keys := b"".join(keys):
-            self._notify(lambda number: protocol.PromptNotice(number, joined_keys))
+            self._notify(protocol.PromptNotice(0, joined_keys))
 
     def continues(self, keys: Iterable[bytes], last_key: bytes) -> None:
         if joined_keys := b"".join(keys):
-            self._notify(lambda number: protocol.ContinueNotice(number, joined_keys, last_key))
+            self._notify(protocol.ContinueNotice(0, joined_keys, last_key))
 
     def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
         self._send_hints(keys, hint.block_hint(block_size, 0.0))
@@ -360,11 +337,8 @@ class NodeCache(BlockCache):
     def _send_hints(self, keys: Collection[bytes], block_hints: Sequence[BlockHint]) -> None:
         """Send retention hints on blocks. Their times are seconds from now."""
         if keys and block_hints:
-            joined_keys, statements = (
-                b"".join(keys),
-                [_fields(block_hint) for block_hint in block_hints],
-            )
-            self._notify(lambda number: protocol.HintNotice(number, joined_keys, statements))
+            statements = [(it.word, it.level, it.first, it.end, it.until) for it in block_hints]
+            self._notify(protocol.HintNotice(0, b"".join(keys), statements))
 
     # -- upkeep ------------------------------------------------------------------------------------
 
@@ -382,7 +356,7 @@ class NodeCache(BlockCache):
 
     def _release_unheld(self) -> None:
         for each in self._unread:
-            self._notify_release(each.answer.slots)
+            self._give_back(each.answer.slots)
         self._unread.clear()
         given_back: list[Slot] = []
         leases = self._partition.leases
@@ -392,7 +366,7 @@ class NodeCache(BlockCache):
             lease.num = lease.num_holds
             if not lease.num:
                 del leases[key]
-        self._give_back(given_back)
+        self._give_back(protocol.pack(given_back))
 
     @property
     def storages(self) -> Sequence[str]:
@@ -420,20 +394,12 @@ class NodeCache(BlockCache):
         """
         self._release_unheld()
         partition = self._partition
-        if reserved := [lease.slot for lease in partition.reserved.values()]:
-            self._ending.append(
-                (
-                    partition.instance,
-                    protocol.AbortNotice(partition.number, protocol.pack(reserved)),
-                )
-            )
-        if leased := [lease.slot for lease in partition.leases.values() for _ in range(lease.num)]:
-            self._ending.append(
-                (
-                    partition.instance,
-                    protocol.ReleaseNotice(partition.number, protocol.pack(leased)),
-                )
-            )
+        reserved = [lease.slot for lease in partition.reserved.values()]
+        leased = [lease.slot for lease in partition.leases.values() for _ in range(lease.num)]
+        for kind, slots in (protocol.AbortNotice, reserved), (protocol.ReleaseNotice, leased):
+            if slots:
+                notice = kind(partition.number, protocol.pack(slots))
+                self._ending.append((partition.instance, notice))
         partition.reserved.clear()
         partition.leases.clear()
 
@@ -467,12 +433,12 @@ class NodeCache(BlockCache):
     def _ask(
         self,
         keys: Sequence[bytes],
-        make: Callable[[int, int], FromEngine],
+        request: protocol.PartitionRequest,
         kind: type[Answer],
     ) -> tuple[Answer, Channel] | None:
         """Return the answer to a request and its connection; None if there is no answer.
 
-        keys: some keys. make: return the message, from the numbers of request and partition.
+        keys: some keys. request: its number and that of the partition are set here.
         """
         scope = self._namespace()
         if not scope or not keys:
@@ -481,36 +447,27 @@ class NodeCache(BlockCache):
         until_s = time.monotonic() + self._deadline_s + BLOCK_S * len(keys)
         try:
             channel = self._client.take_idle()
+            if channel is None or not channel.has_partition(facts):
+                if channel is not None:
+                    self._client.keep(channel)
+                self._open(facts)
+                return None
+            with self._client.using(channel):
+                partition = channel.partition(facts, until_s)
+                self._enter(facts, partition)
+                request.partition = partition.number
+                return channel.request(request, kind, until_s), channel
         except NodeError:
             return None
-        if channel is None or not channel.has_partition(facts):
-            if channel is not None:
-                self._client.keep(channel)
-            self._open(facts)
-            return None
-        failure: NodeError | None = None
-        try:
-            partition = channel.partition(facts, until_s)
-            self._enter(facts, partition)
-            answer = channel.request(lambda number: make(number, partition.number), kind, until_s)
-            return answer, channel
-        except NodeError as error:
-            failure = error
-            return None
-        finally:
-            self._client.put_back(channel, failure)
 
-    def _notify(self, make: Callable[[int], FromEngine]) -> Channel | None:
-        """Send a notice on the partition; return its connection. None if it is sent later or never.
+    def _notify(self, notice: protocol.PartitionNotice) -> Channel | None:
+        """Send a notice on the partition, whose number is set here; return its connection.
 
-        make: return the message, from the number of the partition.
+        None if it is sent later or never.
         """
         partition = self._partition
-        return (
-            self._client.tell(partition.instance, make(partition.number))
-            if partition.instance
-            else None
-        )
+        notice.partition = partition.number
+        return self._client.tell(partition.instance, notice) if partition.instance else None
 
     def _enter(self, facts: PartitionFacts, partition: OpenedPartition) -> None:
         """Forget all leases if they are of another partition, or of a memory that is gone."""
@@ -532,22 +489,9 @@ class NodeCache(BlockCache):
 
     def _open_now(self, facts: PartitionFacts) -> None:
         until_s = time.monotonic() + OPEN_S
-        try:
-            channel = self._client.connect(until_s)
-        except NodeError:
-            return
-        failure: NodeError | None = None
-        try:
+        with suppress(NodeError), self._client.using(self._client.connect(until_s)) as channel:
             channel.partition(facts, until_s)
             self._storages = list(channel.mapped.storages)
-        except NodeError as error:
-            failure = error
-        finally:
-            self._client.put_back(channel, failure)
-
-
-def _fields(block_hint: BlockHint) -> protocol.Statement:
-    return (block_hint.word, block_hint.level, block_hint.first, block_hint.end, block_hint.until)
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from kvtier.core.system.user_paths import user_path
 from kvtier.devices.base import Memory
 from kvtier.index.selection import Int64s
 from kvtier.node.wire import protocol
-from kvtier.node.wire.protocol import FromEngine, FromNode
+from kvtier.node.wire.protocol import FromNode, Message, Request
 from kvtier.tiers.breaker import Breaker
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Channel:
 
     Args:
         path: of the socket.
-        hello: return the message that attaches, for a request number.
+        hello: the message that attaches.
         until_s: deadline, by ``time.monotonic``.
         known: return the memory of an instance if this process has mapped it.
 
@@ -102,7 +102,7 @@ class Channel:
     def __init__(
         self,
         path: Path,
-        hello: Callable[[int], protocol.AttachRequest],
+        hello: protocol.AttachRequest,
         until_s: float,
         known: Callable[[str], MappedMemory | None],
     ) -> None:
@@ -112,7 +112,7 @@ class Channel:
         self._unsent: deque[_Unsent] = deque()
         self._num_requests = 0
         self._partitions: dict[PartitionFacts, OpenedPartition] = {}
-        self._requests: dict[int, FromEngine] = {}  # that the node will answer
+        self._requests: dict[int, Request] = {}  # that the node will answer
         self._watches: set[int] = set()
         self._seconds: dict[int, float] = {}
         self.undelivered: list[SlotNotice] = []
@@ -142,27 +142,19 @@ class Channel:
     def partition(self, facts: PartitionFacts, until_s: float) -> OpenedPartition:
         """Return a partition; open it at its first use."""
         if facts not in self._partitions:
-            self.request(
-                lambda number: protocol.OpenRequest(
-                    number, facts.scope, facts.block_bytes, facts.key_bytes
-                ),
-                protocol.OpenAnswer,
-                until_s,
-            )
+            wanted = protocol.OpenRequest(0, facts.scope, facts.block_bytes, facts.key_bytes)
+            self.request(wanted, protocol.OpenAnswer, until_s)
         return self._partitions[facts]
 
-    def request(
-        self, make: Callable[[int], FromEngine], kind: type[Answer], until_s: float
-    ) -> Answer:
-        """Send the message that ``make`` returns for a request number. Return its answer.
+    def request(self, message: Request, kind: type[Answer], until_s: float) -> Answer:
+        """Send a message with the next request number. Return its answer.
 
         Raises:
             NodeError: the node refuses, or does not answer in time. An answer that comes
                 later, or is of another kind, is undone.
         """
         self._num_requests += 1
-        number = self._num_requests
-        message = make(number)
+        message.id = number = self._num_requests
         self._requests[number] = message
         self._push(message)
         try:
@@ -186,7 +178,7 @@ class Channel:
             raise NodeError(answer.reason)
         raise NodeError(f"the node answered with {type(answer).__name__}")
 
-    def notify(self, message: FromEngine) -> None:
+    def notify(self, message: Message) -> None:
         """Send a message without an answer, as soon as the node takes it. Never waits.
 
         Raises ``NodeError`` if the connection is lost.
@@ -259,7 +251,7 @@ class Channel:
     def _set_deadline(self, until_s: float) -> None:
         self._socket.settimeout(max(until_s - time.monotonic(), 0.0))
 
-    def _push(self, message: FromEngine) -> None:
+    def _push(self, message: Message) -> None:
         """Queue a message for ``_flush``."""
         self._unsent.append(_Unsent(message, memoryview(protocol.frame(message))))
 
@@ -379,7 +371,7 @@ class Channel:
 class _Unsent:
     """A message of which ``num_sent`` bytes were sent."""
 
-    message: FromEngine
+    message: Message
     content: memoryview
     num_sent: int = 0
 
@@ -502,12 +494,13 @@ class NodeClient:
         self._send_owed(channel)
         return channel
 
-    def _hello(self, number: int) -> protocol.AttachRequest:
+    @property
+    def _hello(self) -> protocol.AttachRequest:
         return protocol.AttachRequest(
-            number, protocol.VERSION, self.engine, self.tenant, client=self._name
+            0, protocol.VERSION, self.engine, self.tenant, client=self._name
         )
 
-    def tell(self, instance: str, notice: FromEngine) -> Channel | None:
+    def tell(self, instance: str, notice: Message) -> Channel | None:
         """Send a notice on a partition of a memory. Never waits, and does not affect the breaker.
 
         Returns the connection that it was sent over; None if there is no connection. Then a notice
@@ -553,6 +546,18 @@ class NodeClient:
         with self._lock:
             self._owed += [(channel.mapped.instance, each) for each in channel.undelivered]
         channel.undelivered = []
+
+    @contextmanager
+    def using(self, channel: Channel) -> Iterator[Channel]:
+        """End the use of a connection in the end, and note its outcome. Errors are raised again."""
+        failure: NodeError | None = None
+        try:
+            yield channel
+        except NodeError as error:
+            failure = error
+            raise
+        finally:
+            self.put_back(channel, failure)
 
     def put_back(self, channel: Channel, error: NodeError | None = None) -> None:
         """End the use of a connection. error: why the last request failed."""

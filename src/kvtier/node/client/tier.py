@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from kvtier.core.system.user_paths import user_path
 from kvtier.core.types import BlockKey, BlockName
 from kvtier.devices.base import Finding
 from kvtier.index.selection import Int64s
-from kvtier.node.client.channel import Channel, NodeClient, NodeError, OpenedPartition
+from kvtier.node.client.channel import Answer, Channel, NodeClient, NodeError, OpenedPartition
 from kvtier.node.wire import protocol
 from kvtier.tiers import Outcome, Pieces, StorageFacts, StorageSite, StorageTier
 from kvtier.tiers.breaker import BreakerState
@@ -80,14 +82,9 @@ class NodeTier(StorageTier):
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
         told = {protocol.MISSING: ABSENT, protocol.THERE: THERE}
 
-        def ask(channel: Channel, partition: OpenedPartition, until_s: float) -> list[Outcome]:
-            answer = channel.request(
-                lambda number: protocol.FindRequest(
-                    number, partition.number, b"".join(keys), timeout_s
-                ),
-                protocol.OutcomesAnswer,
-                until_s,
-            )
+        def ask(node: _Opened) -> list[Outcome]:
+            request = protocol.FindRequest(0, 0, b"".join(keys), timeout_s)
+            answer = node.ask(request, protocol.OutcomesAnswer)
             return [told.get(outcome, FAILED) for outcome in answer.outcomes]
 
         return self._call(ask, timeout_s, len(keys))
@@ -96,46 +93,30 @@ class NodeTier(StorageTier):
         return self._call(partial(self._get, keys, blocks, timeout_s), timeout_s, len(keys))
 
     def _get(
-        self,
-        keys: Sequence[BlockKey],
-        blocks: Pieces,
-        timeout_s: float,
-        channel: Channel,
-        partition: OpenedPartition,
-        until_s: float,
+        self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float, node: _Opened
     ) -> list[Outcome]:
-        found = channel.request(
-            lambda number: protocol.LookupRequest(
-                number, partition.number, b"".join(keys), counts=False
-            ),
-            protocol.LookupAnswer,
-            min(until_s, time.monotonic() + ANSWER_S),
-        )
+        request = protocol.LookupRequest(0, 0, b"".join(keys), counts=False)
+        found = node.ask(request, protocol.LookupAnswer, ANSWER_S)
         places = np.frombuffer(found.places, np.uint8)
         outcomes = [ABSENT] * len(keys)
         here = np.flatnonzero(places == protocol.MEMORY)
-        self._load(channel, partition, (found.slots, found.generations), here, blocks, outcomes)
+        self._load(node, (found.slots, found.generations), here, blocks, outcomes)
         elsewhere = np.flatnonzero((places != protocol.MEMORY) & (places != protocol.ABSENT))
         if not len(elsewhere):
             return outcomes
         wanted = b"".join(keys[at] for at in elsewhere.tolist())
-        fetched = channel.request(
-            lambda number: protocol.FetchRequest(number, partition.number, wanted, timeout_s),
-            protocol.FetchAnswer,
-            until_s,
-        )
+        fetched = node.ask(protocol.FetchRequest(0, 0, wanted, timeout_s), protocol.FetchAnswer)
         slots, generations = map(protocol.unpack, (fetched.slots, fetched.generations))
         for at in elsewhere[np.frombuffer(fetched.failed, bool)].tolist():
             outcomes[at] = FAILED
         there = slots >= 0
         leased = protocol.pack(slots[there]), protocol.pack(generations[there])
-        self._load(channel, partition, leased, elsewhere[there], blocks, outcomes)
+        self._load(node, leased, elsewhere[there], blocks, outcomes)
         return outcomes
 
     def _load(
         self,
-        channel: Channel,
-        partition: OpenedPartition,
+        node: _Opened,
         leased: tuple[bytes, bytes],
         at: Int64s,
         blocks: Pieces,
@@ -149,40 +130,29 @@ class NodeTier(StorageTier):
         if not len(slots):
             return
         try:
-            _copy(blocks.pick(at), self._pieces(partition, slots, blocks))
-            is_right = partition.generations[slots] == generations
+            _copy(blocks.pick(at), self._pieces(node, slots, blocks))
+            is_right = node.partition.generations[slots] == generations
         finally:
-            channel.notify(protocol.ReleaseNotice(partition.number, leased[0]))
+            node.notify(protocol.ReleaseNotice(0, leased[0]))
         for number, is_there in zip(at.tolist(), is_right.tolist(), strict=True):
             outcomes[number] = THERE if is_there else DAMAGED
 
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         return self._call(partial(self._put, names, blocks), timeout_s, len(names))
 
-    def _put(
-        self,
-        names: Sequence[BlockName],
-        blocks: Pieces,
-        channel: Channel,
-        partition: OpenedPartition,
-        until_s: float,
-    ) -> list[Outcome]:
-        keys = b"".join(name.key for name in names)
-        reserved = channel.request(
-            lambda number: protocol.ReserveRequest(number, partition.number, keys),
-            protocol.ReserveAnswer,
-            min(until_s, time.monotonic() + ANSWER_S),
-        )
+    def _put(self, names: Sequence[BlockName], blocks: Pieces, node: _Opened) -> list[Outcome]:
+        request = protocol.ReserveRequest(0, 0, b"".join(name.key for name in names))
+        reserved = node.ask(request, protocol.ReserveAnswer, ANSWER_S)
         new = np.flatnonzero(np.frombuffer(reserved.new, bool))
         slots = protocol.unpack(reserved.slots)
         if len(slots):
             try:
-                _copy(self._pieces(partition, slots, blocks), blocks.pick(new))
+                _copy(self._pieces(node, slots, blocks), blocks.pick(new))
             except BaseException:
-                channel.notify(protocol.AbortNotice(partition.number, reserved.slots))
+                node.notify(protocol.AbortNotice(0, reserved.slots))
                 raise
             depths = protocol.pack([names[at].depth for at in new.tolist()])
-            channel.notify(protocol.CommitNotice(partition.number, reserved.slots, depths))
+            node.notify(protocol.CommitNotice(0, reserved.slots, depths))
         known = np.frombuffer(reserved.known, bool).copy()
         known[new] = True
         return [THERE if each else FAILED for each in known.tolist()]
@@ -191,50 +161,59 @@ class NodeTier(StorageTier):
         if not keys or not for_good:
             return  # other engines may still use it, and the node evicts by itself
 
-        def ask(channel: Channel, partition: OpenedPartition, until_s: float) -> list[Outcome]:
-            answer = channel.request(
-                lambda number: protocol.DeleteRequest(number, partition.number, b"".join(keys)),
-                protocol.OutcomesAnswer,
-                until_s,
-            )
+        def ask(node: _Opened) -> list[Outcome]:
+            request = protocol.DeleteRequest(0, 0, b"".join(keys))
+            answer = node.ask(request, protocol.OutcomesAnswer)
             return [FAILED if protocol.FAILED in answer.outcomes else THERE]
 
         if self._call(ask, DROP_S, 1) != [THERE]:
             raise TierError(self.name, "drop", self.last_error or "no answer")
 
-    def _pieces(self, partition: OpenedPartition, slots: Int64s, blocks: Pieces) -> Pieces:
+    def _pieces(self, node: _Opened, slots: Int64s, blocks: Pieces) -> Pieces:
         """Return the places of blocks in the node's memory, cut like ``blocks``."""
-        address = np.uint64(partition.mapped.memory.address)
+        address = np.uint64(node.partition.mapped.memory.address)
         begins = address + slots.astype(np.uint64) * np.uint64(self.bytes_per_block)
         return Pieces.whole(begins, self.bytes_per_block).cut(blocks.sizes)
 
     def _call(
-        self,
-        ask: Callable[[Channel, OpenedPartition, float], list[Outcome]],
-        timeout_s: float,
-        num_keys: int,
+        self, ask: Callable[[_Opened], list[Outcome]], timeout_s: float, num_keys: int
     ) -> list[Outcome]:
         """Return the outcomes of requests; all have failed if the node is not there, or late."""
-        until_s = time.monotonic() + max(timeout_s, 0.0) + GRACE_S
+        now_s = time.monotonic()
+        until_s = now_s + max(timeout_s, 0.0) + GRACE_S
         try:
-            channel = self._client.take(min(until_s, time.monotonic() + ANSWER_S))
+            taken = self._client.take(min(until_s, now_s + ANSWER_S))
+            with self._client.using(taken) as channel:
+                opened = channel.partition(self._facts, min(until_s, time.monotonic() + OPEN_S))
+                return ask(_Opened(channel, opened, until_s))
         except NodeError:
             return [FAILED] * num_keys
-        failure: NodeError | None = None
-        try:
-            partition = channel.partition(self._facts, min(until_s, time.monotonic() + OPEN_S))
-            return ask(channel, partition, until_s)
-        except NodeError as error:
-            failure = error
-            return [FAILED] * num_keys
-        finally:
-            self._client.put_back(channel, failure)
 
     def findings(self) -> list[Finding]:
         return [Finding(f"{self.name} tier", str(self._client.path), self.last_error)]
 
     def close(self) -> None:
         self._client.close()
+
+
+class _Opened(NamedTuple):
+    """The node's partition during one call. until_s: its deadline, by ``time.monotonic``."""
+
+    channel: Channel
+    partition: OpenedPartition
+    until_s: float
+
+    def ask(
+        self, request: protocol.PartitionRequest, kind: type[Answer], most_s: float = inf
+    ) -> Answer:
+        """Return the answer to a request on the partition, within ``most_s``."""
+        request.partition = self.partition.number
+        return self.channel.request(request, kind, min(self.until_s, time.monotonic() + most_s))
+
+    def notify(self, notice: protocol.PartitionNotice) -> None:
+        """Send a notice on the partition."""
+        notice.partition = self.partition.number
+        self.channel.notify(notice)
 
 
 def _copy(to: Pieces, at: Pieces) -> None:

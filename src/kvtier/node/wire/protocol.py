@@ -63,21 +63,21 @@ class ProtocolError(CacheError):
     """A peer sent something that this version does not understand."""
 
 
-class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
+class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
     """Base class of all messages."""
 
 
-class PartitionRequest(_Message):
+class PartitionRequest(Message):
     """Base class of requests about a partition that was opened.
 
-    id: number of the request. partition: number of the partition.
+    id: number of the request, which the client's connection sets. partition: its number.
     """
 
     id: int
     partition: int
 
 
-class PartitionNotice(_Message):
+class PartitionNotice(Message):
     """Base class of notices about a partition that was opened."""
 
     partition: int
@@ -86,7 +86,7 @@ class PartitionNotice(_Message):
 # -- requests of an engine -------------------------------------------------------------------------
 
 
-class AttachRequest(_Message):
+class AttachRequest(Message):
     """First message of a connection.
 
     Attributes:
@@ -106,7 +106,7 @@ class AttachRequest(_Message):
     client: str = ""
 
 
-class OpenRequest(_Message):
+class OpenRequest(Message):
     """Open the cache of one namespace and block size.
 
     scope: digest of the namespace of all keys; the same bytes for keys that contain it already.
@@ -278,7 +278,7 @@ class HintNotice(PartitionNotice):
     said: Annotated[list[Statement], msgspec.Meta(max_length=MAX_STATEMENTS)]
 
 
-class ReportNotice(_Message):
+class ReportNotice(Message):
     """Calls to the node that failed, since the last report.
 
     failures: calls without an answer in time. pauses: how often the client's breaker opened.
@@ -290,7 +290,7 @@ class ReportNotice(_Message):
     pauses: int
 
 
-class DetachNotice(_Message):
+class DetachNotice(Message):
     """Last message of a connection. A client that has sent it on its last one uses no slot.
 
     Work: the end of all leases and reservations of the engine, in turns.
@@ -300,7 +300,7 @@ class DetachNotice(_Message):
 # -- answers of the node ---------------------------------------------------------------------------
 
 
-class AttachAnswer(_Message):
+class AttachAnswer(Message):
     """Answer to ``AttachRequest``, with the memory's file descriptor.
 
     instance: name of this memory; a node that starts with new memory has another one. storages:
@@ -315,14 +315,14 @@ class AttachAnswer(_Message):
     storages: list[str] = msgspec.field(default_factory=list)
 
 
-class RefusedAnswer(_Message):
+class RefusedAnswer(Message):
     """The request can't be served. reason: one sentence."""
 
     id: int
     reason: str
 
 
-class OpenAnswer(_Message):
+class OpenAnswer(Message):
     """Answer to ``OpenRequest``, with the file descriptor of its generations.
 
     num_slots: slots that the whole memory would have at this block size.
@@ -333,7 +333,7 @@ class OpenAnswer(_Message):
     num_slots: int
 
 
-class LookupAnswer(_Message):
+class LookupAnswer(Message):
     """Answer to ``LookupRequest``.
 
     places: one byte per key, as below. slots, generations: int64, of the blocks in memory, in
@@ -350,7 +350,7 @@ class LookupAnswer(_Message):
     pending: int = 0
 
 
-class FetchAnswer(_Message):
+class FetchAnswer(Message):
     """Answer to ``FetchRequest``, one entry per key.
 
     slots: int64, -1 for a block that is not there. generations: int64. failed: one byte per key, 1
@@ -363,7 +363,7 @@ class FetchAnswer(_Message):
     failed: bytes
 
 
-class ReserveAnswer(_Message):
+class ReserveAnswer(Message):
     """Answer to ``ReserveRequest``. new: one byte per key, 1 if it has a slot to fill.
 
     known: one byte per key, 1 if memory has the block or another engine is writing it. slots,
@@ -377,21 +377,21 @@ class ReserveAnswer(_Message):
     generations: bytes
 
 
-class PromoteAnswer(_Message):
+class PromoteAnswer(Message):
     """Answer to ``PromoteRequest``. num: how many of the first blocks arrive, or are in memory."""
 
     id: int
     num: int
 
 
-class OutcomesAnswer(_Message):
+class OutcomesAnswer(Message):
     """Answer to ``FindRequest`` and ``DeleteRequest``. outcomes: one byte per key, as below."""
 
     id: int
     outcomes: bytes
 
 
-class EndedNotice(_Message):
+class EndedNotice(Message):
     """The blocks of a ``WatchNotice`` are no longer in flight.
 
     seconds: time since the notice came; 0 from a node that does not measure it.
@@ -439,6 +439,9 @@ FromNode: TypeAlias = (
     | EndedNotice
 )
 
+Request: TypeAlias = AttachRequest | OpenRequest | PartitionRequest
+"""Messages that are answered."""
+
 Turns: TypeAlias = Generator[None, None, None]
 """Work of a message, cut into turns."""
 
@@ -451,7 +454,7 @@ _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 
 
-def frame(message: FromEngine | FromNode) -> bytearray:
+def frame(message: Message) -> bytearray:
     """Return a message as one frame."""
     content = bytearray()
     _encoder.encode_into(message, content, FRAME_HEADER.size)
