@@ -79,16 +79,16 @@ def place(path: Path, line: int, text: str = "") -> str:
 
 
 def docstrings() -> Iterator[tuple[Path, int, str]]:
-    """Yield (file, line, first line) of every docstring."""
+    """Yield (file, line, text) of every docstring."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in python_files():
         for node in nodes(path):
             if isinstance(node, documented) and (text := ast.get_docstring(node)):
-                yield path, getattr(node, "lineno", 1), text.splitlines()[0]
+                yield path, getattr(node, "lineno", 1), text
 
 
 def attribute_docstrings() -> Iterator[tuple[Path, int, str]]:
-    """Yield (file, line, first line) of every string that documents the assignment before it."""
+    """Yield (file, line, text) of every string that documents the assignment before it."""
     for path in python_files():
         for node in nodes(path):
             body = getattr(node, "body", None)
@@ -99,7 +99,7 @@ def attribute_docstrings() -> Iterator[tuple[Path, int, str]]:
                     and isinstance(each.value, ast.Constant)
                     and isinstance(each.value.value, str)
                 ):
-                    yield path, each.lineno, each.value.value.strip().splitlines()[0]
+                    yield path, each.lineno, each.value.value.strip()
 
 
 def vague_docstrings() -> list[str]:
@@ -114,9 +114,9 @@ def vague_attribute_docstrings() -> list[str]:
 
 def _vague(found: Iterator[tuple[Path, int, str]]) -> list[str]:
     return [
-        place(path, line, first)
-        for path, line, first in found
-        if (words := re.findall(r"[A-Za-z']+", first)) and words[0].lower() in VAGUE_FIRST_WORDS
+        place(path, line, text.partition("\n")[0])
+        for path, line, text in found
+        if (word := re.search(r"[A-Za-z']+", text)) and word[0].lower() in VAGUE_FIRST_WORDS
     ]
 
 
@@ -246,11 +246,7 @@ def _room(path: Path) -> str:
 
 def _texts() -> Iterator[tuple[Path, int, str]]:
     """Yield (file, line, text) of every docstring, and of every comment of the native core."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for path in python_files():
-        for node in nodes(path):
-            if isinstance(node, documented) and (text := ast.get_docstring(node)):
-                yield path, getattr(node, "lineno", 1), text
+    yield from docstrings()
     for path in sorted((ROOT / "native").rglob("*.[ch]pp")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if "//" in line:

@@ -110,18 +110,29 @@ def start(chosen: Sequence[Contestant], model: Path, folder: Path, size: Size) -
 
 
 @contextmanager
+def started(
+    chosen: Sequence[Contestant], model: Path, folder: Path, size: Size
+) -> Iterator[list[Server]]:
+    """Yield the servers of ``start``, and close them."""
+    servers = start(chosen, model, folder, size)
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            server.close()
+
+
+@contextmanager
 def running(
     chosen: Sequence[Contestant], options: argparse.Namespace, size: Size | None = None
 ) -> Iterator[list[Server]]:
     """Yield the contestants' servers, in the order of the contestants."""
     size = size or Size(options.device_blocks)
-    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        servers = start(chosen, options.model, Path(folder), size)
-        try:
-            yield servers
-        finally:
-            for server in servers:
-                server.close()
+    with (
+        tempfile.TemporaryDirectory(dir=options.scratch) as folder,
+        started(chosen, options.model, Path(folder), size) as servers,
+    ):
+        yield servers
 
 
 def named(chosen: Sequence[Contestant], *names: str) -> list[Contestant]:

@@ -7,10 +7,9 @@ Compares a vLLM over a node with one without a cache, on the CPU. They get one r
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from benchmarks.engines.model import KV_BYTES_PER_TOKEN, make_model
 from benchmarks.engines.requests import in_turn, tokens
-from benchmarks.engines.run import start
+from benchmarks.engines.run import started
 from benchmarks.engines.servers import Contestant, Server, Size
 from benchmarks.node.part import Part
 from benchmarks.node.processes import Node, running_node
@@ -29,7 +28,7 @@ from kvtier.tools.report.stats import median_with_interval, percentile_ratio
 OVER_NODE, ALONE = "over the node", VLLM
 PROMPT_TOKENS, NEW_TOKENS, ANSWER_TOKENS = 2000, 500, 4
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK
-DEVICE_BLOCKS = 40
+SIZE = Size(40)
 HOST_BYTES = 128 * BLOCK * KV_BYTES_PER_TOKEN
 SEGMENT_BYTES = 8 * BLOCK * KV_BYTES_PER_TOKEN
 MAX_AFTER_START, MAX_P99 = 1.05, 1.1
@@ -49,7 +48,7 @@ def measure(quick: bool) -> Part:
             _restart(engine, model, folder / f"restart{number}", number)
             for number in range(num_kills)
         ]
-        asked = stack.enter_context(_servers((engine, vllm_alone()), model, folder / "outage"))
+        asked = stack.enter_context(started((engine, vllm_alone()), model, folder / "outage", SIZE))
         times = _outage(node, asked, num_new)
     after = median_with_interval([later / before for before, later in restarts])
     pairs = list(zip(times[OVER_NODE], times[ALONE], strict=True))
@@ -76,30 +75,18 @@ def measure(quick: bool) -> Part:
     return Part(rows, targets)
 
 
-@contextmanager
-def _servers(
-    contestants: Sequence[Contestant], model: Path, folder: Path
-) -> Iterator[list[Server]]:
-    servers = start(contestants, model, folder, Size(DEVICE_BLOCKS))
-    try:
-        yield servers
-    finally:
-        for server in servers:
-            server.close()
-
-
 def _restart(engine: Contestant, model: Path, folder: Path, number: int) -> tuple[float, float]:
     """Return the TTFT of a prompt in the node's memory, before the engine is killed and after.
 
     Raises RuntimeError if it is not found there.
     """
     prompt = tokens(100 + number, PROMPT_TOKENS)
-    with _servers([engine], model, folder / "first") as (server,):
+    with started([engine], model, folder / "first", SIZE) as (server,):
         server.ask(prompt, ANSWER_TOKENS)
         server.settle()
         before = _hit_ms(server, prompt)
         server.kill()
-    with _servers([engine], model, folder / "second") as (server,):
+    with started([engine], model, folder / "second", SIZE) as (server,):
         after = _hit_ms(server, prompt)
     print(f"restart {number}: {before:.0f} ms, {after:.0f} ms", file=sys.stderr)
     return before, after
@@ -120,8 +107,8 @@ def _outage(node: Node, servers: Sequence[Server], num_new: int) -> dict[str, li
     steps = [
         node.kill,
         node.start,
-        lambda: node.send(signal.SIGSTOP),
-        lambda: node.send(signal.SIGCONT),
+        node.pause,
+        node.resume,
     ]
     times: dict[str, list[float]] = {server.contestant.name: [] for server in servers}
     for server in servers:

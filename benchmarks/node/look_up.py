@@ -178,8 +178,9 @@ def targets(node: Sequence[Round], in_process: Sequence[Round]) -> list[dict[str
 
 def partition_in_process(node: CacheNode, keys: Sequence[bytes], block_bytes: int) -> Partition:
     """Return a partition of a node in this process that has the blocks."""
-    _, partition = node.partition(PartitionKey("", NAMESPACE, block_bytes, len(keys[0])))
-    store(partition, keys)
+    key = node.check_key(PartitionKey("", NAMESPACE, block_bytes, len(keys[0])))
+    _, partition = node.enter(key, node.open_storages(key))
+    store(partition.cache, keys)
     return partition
 
 
@@ -190,7 +191,7 @@ def _steps(num_blocks: int, num_calls: int) -> list[JsonRow]:
     keys = new_keys(num_blocks)
     with TemporaryDirectory(prefix="kvtier-node-") as folder:
         config = NodeConfig(
-            Path(folder) / "node.sock",
+            socket=Path(folder) / "node.sock",
             host_capacity=str(HOST_BYTES),
             segment_capacity=str(SEGMENT_BYTES),
         )

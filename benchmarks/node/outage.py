@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -59,9 +58,9 @@ def measure(quick: bool) -> Part:
             node.start()
             _verified(node)
             found += _look_for(node.config.socket, sealed)
-        node.send(signal.SIGSTOP)
+        node.pause()
         time.sleep(stopped_s)
-        node.send(signal.SIGCONT)
+        node.resume()
         time.sleep(2.0)
         told = sum((engine.close() for engine in engines), Counter[str]())
     row: dict[str, object] = {

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,7 +20,7 @@ from kvtier.node.client.cache import NodeCache
 from kvtier.node.client.channel import NodeClient
 from kvtier.node.client.host import NodeHost, SlotMemory
 from kvtier.node.config import NodeConfig
-from kvtier.node.server.run import run_node
+from tests.kit.nodes import NodeProcess
 
 SPAWN = get_context("spawn")
 SCOPE = b"benchmark".ljust(32, b"\0")
@@ -33,11 +30,7 @@ STORED_AT_ONCE = 5_000
 Bytes = npt.NDArray[np.uint8]
 
 
-def _serve(config: NodeConfig, ready: Connection) -> None:
-    run_node(config, lambda _: ready.send(True))
-
-
-class Node:
+class Node(NodeProcess):
     """A node's process.
 
     Args:
@@ -47,47 +40,27 @@ class Node:
 
     def __init__(self, folder: Path, host_bytes: int, segment_bytes: int) -> None:
         self.config = NodeConfig(
-            folder / "node.sock",
+            socket=folder / "node.sock",
             host_capacity=str(host_bytes),
             segment_capacity=str(segment_bytes),
         )
-        self.start()
-
-    def start(self) -> None:
-        """Start the process; again, after it was killed."""
-        ready, theirs = SPAWN.Pipe()
-        self._process = SPAWN.Process(target=_serve, args=(self.config, theirs))
-        self._process.start()
-        theirs.close()
-        if not ready.poll(PATIENCE_S):
-            raise RuntimeError("the node does not start")
-        ready.recv()
+        super().__init__(
+            folder,
+            f"--host-capacity={host_bytes}",
+            f"--segment-capacity={segment_bytes}",
+            f"--memory-path={self.config.directory}",
+        )
 
     @property
     def cpu_s(self) -> float:
         """CPU seconds of the thread that serves all engines."""
-        return int(Path(f"/proc/{self._process.pid}/schedstat").read_text().split()[0]) / 1e9
+        return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0]) / 1e9
 
     @property
     def own_bytes(self) -> int:
         """Resident bytes of the process without shared memory: tables and Python objects."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        status = Path(f"/proc/{self.pid}/status").read_text()
         return int(status.partition("RssAnon:")[2].split()[0]) << 10
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
-
-    def kill(self) -> None:
-        """Kill the process, as a crash does."""
-        self._process.kill()
-        self._process.join()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.terminate()
-        self._process.join()
 
 
 @contextmanager

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from benchmarks.engines.model import KV_BYTES_PER_TOKEN, make_model
 from benchmarks.engines.requests import in_turn, tokens
-from benchmarks.engines.run import start
-from benchmarks.engines.servers import Server, Size
+from benchmarks.engines.run import started
+from benchmarks.engines.servers import Contestant, Server, Size
 from benchmarks.node.part import JsonRow, Part
 from benchmarks.node.processes import running_node
 from benchmarks.report.targets import judged
@@ -48,21 +48,11 @@ class Answered(NamedTuple):
     texts: tuple[str, ...]
 
 
-@contextmanager
-def replicas(way: str, model: Path, folder: Path, node: Path) -> Iterator[list[Server]]:
-    """Start the replicas. node: socket of the node."""
+def replica(way: str, node: Path) -> Contestant:
+    """Return what each replica is. node: socket of the node."""
     if way == APART:
-        made = with_kvtier(str(HOST_BYTES // NUM_REPLICAS), APART)
-    else:
-        made = with_kvtier(None, NODE, node=str(node), node_deadline_s=1.0)
-    servers: list[Server] = []
-    try:
-        for number in range(NUM_REPLICAS):
-            servers += start([made], model, folder / str(number), Size(DEVICE_BLOCKS))
-        yield servers
-    finally:
-        for server in servers:
-            server.close()
+        return with_kvtier(str(HOST_BYTES // NUM_REPLICAS), APART)
+    return with_kvtier(None, NODE, node=str(node), node_deadline_s=1.0)
 
 
 def conversations(seed: int) -> list[tuple[int, list[int]]]:
@@ -99,8 +89,10 @@ def measure(quick: bool) -> Part:
         node = stack.enter_context(running_node(HOST_BYTES, SEGMENT_BYTES))
         pairs: dict[str, list[Server]] = {}
         for way in (NODE, APART):
-            made = replicas(way, model, folder / way.replace(" ", "-"), node.config.socket)
-            pairs[way], of[way] = stack.enter_context(made), []
+            made = [replica(way, node.config.socket)] * NUM_REPLICAS
+            own = folder / way.replace(" ", "-")
+            pairs[way] = stack.enter_context(started(made, model, own, Size(DEVICE_BLOCKS)))
+            of[way] = []
             for server in pairs[way]:  # all replicas attach before anything is timed
                 server.ask(tokens(7, BLOCK + 1), 1)
                 server.settle()

@@ -12,7 +12,14 @@ import pytest
 from benchmarks.node import copies, killed, look_up, tokens
 from benchmarks.node.look_up import Round
 from benchmarks.node.part import Part, table
-from benchmarks.node.processes import attached, blocks_of, check_all_there, mapped, store
+from benchmarks.node.processes import (
+    attached,
+    blocks_of,
+    check_all_there,
+    mapped,
+    running_node,
+    store,
+)
 from benchmarks.node.tokens import Request, Tokens
 from benchmarks.scale.keyed import new_keys
 from kvtier.cache.block_cache import BlockState
@@ -84,7 +91,22 @@ def node_leases(node: LocalNode) -> int:
     return sum(engine.num_slots for engine in node.server.registry.engines.values())
 
 
+def test_steps_of_a_look_up_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look_up, "HOST_BYTES", 1 << 20)
+    monkeypatch.setattr(look_up, "SEGMENT_BYTES", 1 << 18)
+    assert len(look_up._steps(2, 1)) == 8
+
+
 # -- bytes -----------------------------------------------------------------------------------------
+
+
+def test_node_in_a_process_of_its_own_keeps_blocks() -> None:
+    keys = new_keys(3)
+    with running_node(1 << 20, 1 << 18) as node, attached(node.config.socket, 4096) as cache:
+        store(cache, keys)
+        check_all_there(cache.lookup(keys).states)
+        assert node.cpu_s > 0
+        assert node.own_bytes > 0
 
 
 def test_wrong_byte_in_a_slot_is_noticed(tmp_path: Path) -> None:

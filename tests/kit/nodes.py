@@ -68,6 +68,11 @@ class NodeProcess:
         return self._process.pid
 
     @property
+    def url(self) -> str:
+        """URL of the TCP port for reading."""
+        return "http://" + self.said.split("http://")[1].split("/metrics")[0]
+
+    @property
     def log(self) -> str:
         return self._log.read_text()
 
@@ -79,6 +84,7 @@ class NodeProcess:
 
     def close(self) -> None:
         if self._process.poll() is None:
+            self.resume()
             assert self.stop() == 0, self._log.read_text()
 
     def room(self, tenant: str = "default") -> Any:

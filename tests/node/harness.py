@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,11 +15,17 @@ from typing import Any, TypeVar
 import uvloop
 
 from kvtier.devices.cpu import CpuDevice
+from kvtier.node.client.cache import NodeCache
+from kvtier.node.client.channel import NodeClient
 from kvtier.node.config import NodeConfig
 from kvtier.node.server.node import CacheNode
+from kvtier.node.server.partition import Partition
+from kvtier.node.server.partition_key import PartitionKey
 from kvtier.node.server.server import NodeServer
 from kvtier.node.wire import protocol
-from kvtier.node.wire.protocol import FromEngine, FromNode
+from kvtier.node.wire.protocol import FromNode, Message, Request
+from tests.kit.nodes import NodeProcess, running
+from tests.kit.waiting import wait_until
 
 T = TypeVar("T")
 PATIENCE_S = 30.0
@@ -84,7 +87,7 @@ class LocalNode:
 
     def until(self, condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
         """Wait until a condition holds on the node's own thread."""
-        wait_until(lambda: self.do(condition), patience_s)
+        wait_until(lambda: self.do(condition), patience_s=patience_s)
 
     @property
     def num_used(self) -> int:
@@ -104,6 +107,15 @@ class LocalNode:
             self.node.close()
 
 
+def opened(node: CacheNode, key: PartitionKey) -> tuple[int, Partition]:
+    """Return the number of a partition, and it; open it at its first use, on this thread."""
+    key = node.check_key(key)
+    number = node.number_of(key)
+    if number is not None:
+        return number, node.partitions[number]
+    return node.enter(key, node.open_storages(key))
+
+
 @contextmanager
 def local_node(folder: Path, **options: Any) -> Iterator[LocalNode]:
     node = LocalNode(config_of(folder, **options))
@@ -114,58 +126,27 @@ def local_node(folder: Path, **options: Any) -> Iterator[LocalNode]:
         node.close()
 
 
-def wait_until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    """Wait until a condition holds."""
-    end_s = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < end_s, "it does not happen"
-        time.sleep(0.005)
-
-
-class NodeProcess:
-    """A node in a process of its own, which can be stopped and killed."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.folder = folder
-        self.socket = folder / "node.sock"
-        self.options = options
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.node.serving", str(self.folder), *self.options],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line == "ready\n", f"the node says {line!r}"
-
-    def send(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End it by a signal, and return its status."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
-        self.process.send_signal(number)
-        status = self.process.wait(PATIENCE_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self.process = None
-        return status
-
-
 @contextmanager
 def node_process(folder: Path, *options: str) -> Iterator[NodeProcess]:
-    node = NodeProcess(folder, *options)
-    node.start()
-    try:
+    """Run a node of the size of ``config_of`` in a process of its own."""
+    sizes = ("--host-capacity=1MiB", "--segment-capacity=64KiB")
+    with running(folder, *sizes, *options) as node:
         yield node
-    finally:
-        if node.process is not None:
-            node.end()
+
+
+def node_cache(
+    socket: Path,
+    scope: bytes = SCOPE,
+    block_bytes: int = BLOCK,
+    deadline_s: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> NodeCache:
+    """Return the cache of an engine, for keys of 36 bytes, whose partition is open."""
+    cache = NodeCache(NodeClient(socket), lambda: scope, block_bytes, deadline_s, clock)
+    probe = [b"probe".ljust(36)]
+    wait_until(lambda: cache.reserve(probe) is not None)
+    cache.abort(probe)
+    return cache
 
 
 class Bare:
@@ -182,9 +163,8 @@ class Bare:
         self.fds: list[int] = []
         self._frames = protocol.Frames()
         self._ready: list[FromNode] = []
-        self._num = 0
 
-    def send(self, *messages: FromEngine) -> None:
+    def send(self, *messages: Message) -> None:
         self.socket.sendall(b"".join(map(protocol.frame, messages)))
 
     def receive(self) -> FromNode | None:
@@ -201,9 +181,13 @@ class Bare:
                 self._ready.append(protocol.decode_node(content))
         return self._ready.pop(0)
 
-    def ask(self, message: FromEngine) -> Any:
+    def ask(self, message: Request) -> Any:
+        """Return the answer to a request; None if the node has closed the connection."""
         self.send(message)
-        return self.receive()
+        while (answer := self.receive()) is not None:
+            if getattr(answer, "id", None) == message.id:
+                break
+        return answer
 
     def attach(self, engine: str = "bare", tenant: str = "", client: str = "") -> Any:
         return self.ask(protocol.AttachRequest(1, protocol.VERSION, engine, tenant, client=client))

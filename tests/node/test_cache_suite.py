@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.node.client.cache import NodeCache
-from kvtier.node.client.channel import NodeClient
 from kvtier.testing import BlockCacheHarness, BlockCacheSuite
 from tests.kit.nodes import NodeProcess
+from tests.kit.waiting import wait_until
+from tests.node.harness import node_cache
 
 BLOCK_BYTES = 4096
 SEGMENT_BLOCKS = 4
@@ -33,17 +31,13 @@ class NodeHarness(BlockCacheHarness):
         self._open()
 
     def _open(self) -> None:
-        client = NodeClient(self._node.socket)
-        self.cache = NodeCache(client, lambda: b"s" * 32, BLOCK_BYTES, deadline_s=0.5)
-        probe = [b"p" * 36]
-        _until(lambda: self.cache.reserve(probe) is not None)
-        self.cache.abort(probe)
+        self.cache = node_cache(self._node.socket, block_bytes=BLOCK_BYTES, deadline_s=0.5)
 
     def settle(self, num_blocks: int) -> None:
         if not num_blocks:
             return  # nothing was committed that goes there
         num_bytes = RECORD_BYTES * (2 + num_blocks)  # a header, and a record for the namespace
-        _until(lambda: sum(_sizes(self._disk, "journal")) == num_bytes)
+        wait_until(lambda: sum(_sizes(self._disk, "journal")) == num_bytes)
 
     def fail_reads(self) -> None:
         for data in self._disk.rglob("data.slab"):
@@ -70,13 +64,6 @@ class NodeHarness(BlockCacheHarness):
 
 def _sizes(folder: Path, name: str) -> list[int]:
     return [each.stat().st_size for each in folder.rglob(name)]
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
 
 
 class TestNodeCache(BlockCacheSuite):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ import pytest
 
 from kvtier.cache.guard import PartitionFacts
 from kvtier.node.client.cache import NodeSignal
-from kvtier.node.client.channel import Channel, NodeClient, NodeError, OpenedPartition
+from kvtier.node.client.channel import Channel, NodeClient, NodeError
 from kvtier.node.client.tier import NodeTier
 from kvtier.node.wire import protocol
 from kvtier.node.wire.frame_socket import FrameSocket
@@ -25,17 +24,17 @@ from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageSite
 from kvtier.tiers.breaker import BreakerState
+from tests.kit.nodes import NodeProcess
+from tests.kit.waiting import wait_until
 from tests.node.harness import (
     BLOCK,
     SCOPE,
     LocalNode,
-    NodeProcess,
     bare,
     config_of,
     keys,
     local_node,
     node_process,
-    wait_until,
 )
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
@@ -72,12 +71,6 @@ def busy(node: LocalNode) -> Iterator[None]:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[LocalNode]:
-    with local_node(tmp_path) as node:
-        yield node
-
-
-@pytest.fixture
 def process(tmp_path: Path) -> Iterator[NodeProcess]:
     with node_process(tmp_path) as process:
         yield process
@@ -87,21 +80,39 @@ def soon() -> float:
     return time.monotonic() + SOON_S
 
 
-def enter(client: NodeClient) -> tuple[Channel, OpenedPartition]:
-    channel = client.take(soon())
-    return channel, channel.partition(FACTS, soon())
+class Engine:
+    """A client with one connection in use, and its partition. Close it."""
+
+    def __init__(self, path: Path, name: str = "") -> None:
+        self.client = NodeClient(path, engine=name)
+        self.take()
+
+    def take(self) -> None:
+        self.channel = self.client.take(soon())
+        self.partition = self.channel.partition(FACTS, soon())
+        self.number = self.partition.number
+
+    def put_back(self, error: NodeError | None = None) -> None:
+        self.client.put_back(self.channel, error)
+
+    def look_up(self) -> protocol.LookupAnswer:
+        request = protocol.LookupRequest(0, self.number, SOME)
+        return self.channel.request(request, protocol.LookupAnswer, soon())
+
+    def reserve(self, until_s: float | None = None) -> protocol.ReserveAnswer:
+        request = protocol.ReserveRequest(0, self.number, SOME)
+        return self.channel.request(request, protocol.ReserveAnswer, until_s or soon())
+
+    def close(self) -> None:
+        self.put_back()
+        self.client.close()
 
 
-def look_up(channel: Channel, partition: OpenedPartition, some: bytes) -> protocol.LookupAnswer:
-    request = protocol.LookupRequest(0, partition.number, some)
-    return channel.request(request, protocol.LookupAnswer, soon())
-
-
-def reserve(
-    channel: Channel, partition: OpenedPartition, some: bytes, until_s: float | None = None
-) -> protocol.ReserveAnswer:
-    request = protocol.ReserveRequest(0, partition.number, some)
-    return channel.request(request, protocol.ReserveAnswer, until_s or soon())
+@pytest.fixture
+def engine(node: LocalNode) -> Iterator[Engine]:
+    made = Engine(node.config.socket)
+    yield made
+    made.client.close()
 
 
 def tier_of(path: Path) -> NodeTier:
@@ -122,106 +133,90 @@ def break_all(node: LocalNode) -> None:
 # -- notices and answers ---------------------------------------------------------------------------
 
 
-def test_commit_outlives_the_connection(node: LocalNode) -> None:
-    client = NodeClient(node.config.socket)
-    channel, partition = enter(client)
-    told = reserve(channel, partition, SOME)
+def test_commit_outlives_the_connection(node: LocalNode, engine: Engine) -> None:
+    told = engine.reserve()
     break_all(node)
     with pytest.raises(NodeError):
-        channel.notify(
-            protocol.CommitNotice(partition.number, told.slots, protocol.pack([0, 1, 2]))
+        engine.channel.notify(
+            protocol.CommitNotice(engine.number, told.slots, protocol.pack([0, 1, 2]))
         )
-    client.put_back(channel)
-    channel, partition = enter(client)
-    found = look_up(channel, partition, SOME)
+    engine.put_back()
+    engine.take()
+    found = engine.look_up()
     assert found.places == bytes([protocol.MEMORY] * 3)
-    channel.notify(protocol.ReleaseNotice(partition.number, found.slots))
-    client.put_back(channel)
-    client.close()
+    engine.channel.notify(protocol.ReleaseNotice(engine.number, found.slots))
+    engine.close()
     wait_until(lambda: node.num_used == 0)
 
 
-def test_notice_without_a_connection_waits_for_one(node: LocalNode) -> None:
-    client = NodeClient(node.config.socket)
-    channel, partition = enter(client)
-    told = reserve(channel, partition, SOME)
-    instance = channel.mapped.instance
-    channel.close()
-    client.put_back(channel)
-    assert client.tell(instance, protocol.AbortNotice(partition.number, told.slots)) is None
+def test_notice_without_a_connection_waits_for_one(node: LocalNode, engine: Engine) -> None:
+    told, instance = engine.reserve(), engine.channel.mapped.instance
+    engine.channel.close()
+    engine.put_back()
+    notice = protocol.AbortNotice(engine.number, told.slots)
+    assert engine.client.tell(instance, notice) is None
     assert node.num_used == 3
-    client.put_back(enter(client)[0])
+    engine.take()
+    engine.put_back()
     wait_until(lambda: node.num_used == 0)
-    client.close()
 
 
-def test_notice_goes_over_a_free_connection_at_once(node: LocalNode) -> None:
-    client = NodeClient(node.config.socket)
-    channel, partition = enter(client)
-    told = reserve(channel, partition, SOME)
-    client.put_back(channel)
-    notice = protocol.AbortNotice(partition.number, told.slots)
-    assert client.tell(channel.mapped.instance, notice) is channel
+def test_notice_goes_over_a_free_connection_at_once(node: LocalNode, engine: Engine) -> None:
+    told = engine.reserve()
+    engine.put_back()
+    notice = protocol.AbortNotice(engine.number, told.slots)
+    assert engine.client.tell(engine.channel.mapped.instance, notice) is engine.channel
     wait_until(lambda: node.num_used == 0)
-    client.close()
 
 
 def test_notice_on_memory_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     """The same slot numbers belong to other blocks in the new memory."""
     with local_node(tmp_path) as node:
-        client = NodeClient(node.config.socket)
-        channel, partition = enter(client)
-        told = reserve(channel, partition, SOME)
-        old = channel.mapped
+        engine = Engine(node.config.socket)
+        told, old = engine.reserve(), engine.channel.mapped
     with pytest.raises(NodeError):
-        look_up(channel, partition, SOME)
-    client.put_back(channel)
-    client.tell(old.instance, protocol.AbortNotice(partition.number, told.slots))
+        engine.look_up()
+    engine.put_back()
+    notice = protocol.AbortNotice(engine.number, told.slots)
+    engine.client.tell(old.instance, notice)
     with local_node(tmp_path) as node:
-        channel, partition = enter(client)
-        assert channel.mapped is not old
-        again = reserve(channel, partition, SOME)
-        assert again.slots == told.slots, "the case that this is about"
-        client.put_back(channel)
-        client.tell(old.instance, protocol.AbortNotice(partition.number, told.slots))
-        client.put_back(enter(client)[0])
+        engine.take()
+        assert engine.channel.mapped is not old
+        assert engine.reserve().slots == told.slots, "the case that this is about"
+        engine.put_back()
+        engine.client.tell(old.instance, notice)
+        engine.take()
+        engine.put_back()
         assert node.num_used == 3
-        client.close()
+        engine.client.close()
 
 
-def test_answer_that_comes_too_late_is_undone(node: LocalNode) -> None:
-    client = NodeClient(node.config.socket)
-    channel, partition = enter(client)
+def test_answer_that_comes_too_late_is_undone(node: LocalNode, engine: Engine) -> None:
     with busy(node), pytest.raises(NodeError, match="in time"):
-        reserve(channel, partition, SOME, time.monotonic() + 0.01)
-    assert channel.is_open
+        engine.reserve(time.monotonic() + 0.01)
+    assert engine.channel.is_open
     wait_until(lambda: node.num_used == 3)
-    assert look_up(channel, partition, SOME).places == bytes([protocol.ARRIVING] * 3)
+    assert engine.look_up().places == bytes([protocol.ARRIVING] * 3)
     wait_until(lambda: node.num_used == 0)
-    client.put_back(channel)
-    client.close()
+    engine.put_back()
 
 
 def test_late_answer_is_undone_though_the_client_asks_nothing_more(
-    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+    node: LocalNode, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "kvtier.node.client.channel.LISTEN_S", 0.5
-    )  # so that the slots are seen in use
-    client = NodeClient(node.config.socket)
-    channel, partition = enter(client)
+    # so that the slots are seen in use
+    monkeypatch.setattr("kvtier.node.client.channel.LISTEN_S", 0.5)
     with busy(node):
         with pytest.raises(NodeError, match="in time") as caught:
-            reserve(channel, partition, SOME, time.monotonic() + 0.01)
-        client.put_back(channel, caught.value)
+            engine.reserve(time.monotonic() + 0.01)
+        engine.put_back(caught.value)
     wait_until(lambda: node.num_used == 3)
     wait_until(lambda: node.num_used == 0)
     wait_until(lambda: not any(each.name == "kvtier-node-late" for each in threading.enumerate()))
-    client.close()
 
 
 def test_no_two_threads_hear_a_connection_at_a_time(
-    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+    node: LocalNode, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One waits for late answers, and the engine's thread checks whether a wait is over."""
     hearing: list[str] = []
@@ -236,18 +231,15 @@ def test_no_two_threads_hear_a_connection_at_a_time(
         hearing.pop()
 
     monkeypatch.setattr("kvtier.node.client.channel.LISTEN_S", 0.0)
-    client = NodeClient(node.config.socket)
-    channel, partition = enter(client)
     monkeypatch.setattr(Channel, "hear", slow_hear)
     with busy(node):
         with pytest.raises(NodeError, match="in time") as caught:
-            reserve(channel, partition, SOME, time.monotonic() + 0.01)
-        client.put_back(channel, caught.value)
-        signal = NodeSignal(client, channel, 1)
+            engine.reserve(time.monotonic() + 0.01)
+        engine.put_back(caught.value)
+        signal = NodeSignal(engine.client, engine.channel, 1)
         for _ in range(50):
             assert signal.is_over
     assert not overlaps
-    client.close()
 
 
 def test_partition_that_opens_too_late_is_there_next_time(node: LocalNode) -> None:
@@ -264,56 +256,51 @@ def test_partition_that_opens_too_late_is_there_next_time(node: LocalNode) -> No
 
 def test_late_answers_before_a_goodbye_are_undone(node: LocalNode) -> None:
     """An engine of two processes keeps no slots of the one that leaves."""
-    first, second = (NodeClient(node.config.socket, engine="both") for _ in range(2))
-    second.put_back(enter(second)[0])
-    channel, partition = enter(first)
+    first, second = (Engine(node.config.socket, "both") for _ in range(2))
+    second.put_back()
     with busy(node):
         with pytest.raises(NodeError):
-            reserve(channel, partition, SOME, time.monotonic() + 0.01)
-        first.put_back(channel)
-        closing = threading.Thread(target=first.close)
+            first.reserve(time.monotonic() + 0.01)
+        first.put_back()
+        closing = threading.Thread(target=first.client.close)
         closing.start()
     closing.join()
     wait_until(lambda: node.num_used == 0)
     assert len(node.server.registry.engines) == 1
-    second.close()
+    second.client.close()
     wait_until(lambda: not node.server.registry.engines)
 
 
-def test_close_after_a_lost_connection_says_goodbye_over_a_new_one(node: LocalNode) -> None:
-    client = NodeClient(node.config.socket)
-    channel, partition = enter(client)
-    reserve(channel, partition, SOME)
-    client.put_back(channel)
+def test_close_after_a_lost_connection_says_goodbye_over_a_new_one(
+    node: LocalNode, engine: Engine
+) -> None:
+    engine.reserve()
+    engine.put_back()
     break_all(node)
     assert node.num_used == 3
-    client.close()
+    engine.client.close()
     wait_until(lambda: not node.server.registry.engines)
 
 
-def test_connection_in_use_at_the_close_says_goodbye_later(node: LocalNode) -> None:
-    client = NodeClient(node.config.socket)
-    channel, partition = enter(client)
-    reserve(channel, partition, SOME)
-    client.close()
+def test_connection_in_use_at_the_close_says_goodbye_later(node: LocalNode, engine: Engine) -> None:
+    engine.reserve()
+    engine.client.close()
     assert node.num_used == 3
-    client.put_back(channel)
-    assert not channel.is_open
+    engine.put_back()
+    assert not engine.channel.is_open
     wait_until(lambda: not node.server.registry.engines)
 
 
-def test_lost_connections_are_not_tried_one_by_one(node: LocalNode) -> None:
+def test_lost_connections_are_not_tried_one_by_one(node: LocalNode, engine: Engine) -> None:
     """After a restart the first call finds the node again."""
-    client = NodeClient(node.config.socket)
-    channels = [client.take(soon()) for _ in range(5)]
+    channels = [engine.channel, *(engine.client.take(soon()) for _ in range(4))]
     for channel in channels:
-        client.put_back(channel)
+        engine.client.put_back(channel)
     break_all(node)
-    channel, partition = enter(client)
-    assert look_up(channel, partition, SOME).places == bytes(3)
-    assert client.breaker.state is BreakerState.CLOSED
-    client.put_back(channel)
-    client.close()
+    engine.take()
+    assert engine.look_up().places == bytes(3)
+    assert engine.client.breaker.state is BreakerState.CLOSED
+    engine.put_back()
 
 
 def test_slot_that_was_given_to_another_block_is_not_used(
@@ -361,7 +348,7 @@ def test_node_that_was_killed_is_a_miss_and_is_found_again(process: NodeProcess)
     tier = tier_of(process.socket)
     user = User(tier)
     assert user.put(1, 2) == [THERE] * 2
-    process.end(signal.SIGKILL)
+    process.kill()
     assert user.get(1, 2) == user.put(3, 4) == [FAILED] * 2
     process.start()
     wait_until(lambda: user.put(1) == [THERE])
@@ -372,33 +359,30 @@ def test_node_that_was_killed_is_a_miss_and_is_found_again(process: NodeProcess)
 
 def test_stopped_node_delays_no_call_beyond_its_deadline(process: NodeProcess) -> None:
     """Neither requests, nor notices, nor new connections, nor the close."""
-    client = NodeClient(process.socket)
-    channel, partition = enter(client)
-    told = reserve(channel, partition, SOME)
-    process.send(signal.SIGSTOP)
+    engine = Engine(process.socket)
+    told = engine.reserve()
+    process.pause()
     began_s = time.monotonic()
     with pytest.raises(NodeError, match="in time"):
-        reserve(channel, partition, SOME, time.monotonic() + 0.02)
-    channel.notify(protocol.AbortNotice(partition.number, told.slots))
-    notice = protocol.UseNotice(partition.number, keys(*range(4000)))
+        engine.reserve(time.monotonic() + 0.02)
+    engine.channel.notify(protocol.AbortNotice(engine.number, told.slots))
+    notice = protocol.UseNotice(engine.number, keys(*range(4000)))
     for _ in range(200):  # more than the socket takes
-        channel.notify(notice)
+        engine.channel.notify(notice)
     with pytest.raises(NodeError, match="in time"):
-        Channel(process.socket, client._hello, time.monotonic() + 0.02, lambda _: None)
+        Channel(process.socket, engine.client._hello, time.monotonic() + 0.02, lambda _: None)
     assert time.monotonic() - began_s < SLACK_S
-    process.send(signal.SIGCONT)
-    found = look_up(channel, partition, SOME)
-    assert found.places == bytes(3), "the notice has arrived"
-    process.send(signal.SIGSTOP)
-    client.put_back(channel)
+    process.resume()
+    assert engine.look_up().places == bytes(3), "the notice has arrived"
+    process.pause()
     began_s = time.monotonic()
-    client.close()
+    engine.close()
     assert time.monotonic() - began_s < SLACK_S
-    process.send(signal.SIGCONT)
+    process.resume()
 
 
 def test_full_backlog_of_a_stopped_node_delays_nobody(process: NodeProcess) -> None:
-    process.send(signal.SIGSTOP)
+    process.pause()
     waiting = []
     try:
         while True:
@@ -417,7 +401,7 @@ def test_full_backlog_of_a_stopped_node_delays_nobody(process: NodeProcess) -> N
     finally:
         for each in waiting:
             each.close()
-        process.send(signal.SIGCONT)
+        process.resume()
 
 
 def test_breaker_opens_and_closes_again(process: NodeProcess) -> None:
@@ -426,7 +410,7 @@ def test_breaker_opens_and_closes_again(process: NodeProcess) -> None:
     user = User(tier, timeout_s=0.0)
     patient = User(tier)
     assert patient.put(1) == [THERE]
-    process.send(signal.SIGSTOP)
+    process.pause()
     while tier.breaker is not BreakerState.OPEN:
         assert user.get(1) == [FAILED]
     asked = []
@@ -434,7 +418,7 @@ def test_breaker_opens_and_closes_again(process: NodeProcess) -> None:
     assert user.get(1) == [FAILED]
     assert not asked, "nothing is asked"
     del tier._client._idle_channel
-    process.send(signal.SIGCONT)
+    process.resume()
     wait_until(lambda: patient.get(1) == [THERE])
     assert tier.breaker is BreakerState.CLOSED
     tier.close()
@@ -442,39 +426,35 @@ def test_breaker_opens_and_closes_again(process: NodeProcess) -> None:
 
 def test_notice_tells_the_breaker_nothing(process: NodeProcess) -> None:
     """A stopped node's socket still accepts a notice, so a sent notice is no sign of life."""
-    client = NodeClient(process.socket)
-    channel, partition = enter(client)
-    client.put_back(channel)
-    process.send(signal.SIGSTOP)
+    engine = Engine(process.socket)
+    engine.put_back()
+    process.pause()
     for _ in range(3):
-        client.note(NodeError("late"))
-    assert client.breaker.is_open
-    client.tell(
-        channel.mapped.instance, protocol.ReleaseNotice(partition.number, protocol.pack([1]))
-    )
-    assert client.breaker.is_open
-    process.send(signal.SIGCONT)
-    client.close()
+        engine.client.note(NodeError("late"))
+    assert engine.client.breaker.is_open
+    notice = protocol.ReleaseNotice(engine.number, protocol.pack([1]))
+    engine.client.tell(engine.channel.mapped.instance, notice)
+    assert engine.client.breaker.is_open
+    process.resume()
+    engine.client.close()
 
 
-def test_forked_child_uses_nothing_of_its_parent(node: LocalNode) -> None:
-    client = NodeClient(node.config.socket)
-    channel, partition = enter(client)
-    told = reserve(channel, partition, SOME)
-    client.put_back(channel)
+def test_forked_child_uses_nothing_of_its_parent(node: LocalNode, engine: Engine) -> None:
+    told = engine.reserve()
+    engine.put_back()
     child = os.fork()
     if child == 0:
         try:
             with pytest.raises(NodeError):
-                client.take(soon())
-            client.tell(channel.mapped.instance, protocol.AbortNotice(partition.number, told.slots))
-            client.close()
+                engine.client.take(soon())
+            notice = protocol.AbortNotice(engine.number, told.slots)
+            engine.client.tell(engine.channel.mapped.instance, notice)
+            engine.client.close()
             os._exit(0)
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     assert node.num_used == 3
-    client.close()
 
 
 def test_node_of_another_version_is_refused(node: LocalNode) -> None:
@@ -485,19 +465,16 @@ def test_node_of_another_version_is_refused(node: LocalNode) -> None:
         assert engine.ask(compatible).version == protocol.VERSION
 
 
-def test_memory_that_was_mapped_is_the_nodes(node: LocalNode) -> None:
-    client = NodeClient(node.config.socket)
-    channel, partition = enter(client)
-    told = reserve(channel, partition, keys(5))
-    (slot,) = protocol.unpack(told.slots).tolist()
-    mapped = np.frombuffer(channel.mapped.memory.owner, np.uint8)  # type: ignore[call-overload]
+def test_memory_that_was_mapped_is_the_nodes(node: LocalNode, engine: Engine) -> None:
+    told = engine.reserve()
+    slot = protocol.unpack(told.slots).tolist()[0]
+    mapped = np.frombuffer(engine.channel.mapped.memory.owner, np.uint8)  # type: ignore[call-overload]
     mapped[slot * BLOCK : (slot + 1) * BLOCK] = 7
     own = np.frombuffer(node.node.memory.memory.owner, np.uint8)  # type: ignore[call-overload]
     assert (own[slot * BLOCK : (slot + 1) * BLOCK] == 7).all()
-    assert partition.generations[slot] == protocol.unpack(told.generations)[0]
-    assert config_of(node.config.socket.parent).host_bytes == channel.mapped.memory.nbytes
-    client.put_back(channel)
-    client.close()
+    assert engine.partition.generations[slot] == protocol.unpack(told.generations)[0]
+    assert config_of(node.config.socket.parent).host_bytes == engine.channel.mapped.memory.nbytes
+    engine.put_back()
 
 
 @pytest.mark.parametrize("lost", [1, 2])
@@ -518,13 +495,11 @@ def test_memory_that_does_not_arrive_is_a_failed_call(
         return num, fds
 
     monkeypatch.setattr(protocol, "receive", receive)
-    client = NodeClient(node.config.socket)
     with pytest.raises(NodeError, match="too many files"):
-        enter(client)
-    channel, partition = enter(client)
-    assert len(partition.generations)
-    client.put_back(channel)
-    client.close()
+        Engine(node.config.socket)
+    engine = Engine(node.config.socket)
+    assert len(engine.partition.generations)
+    engine.close()
 
 
 def test_memory_that_is_shorter_than_the_node_says_is_a_failed_call(

@@ -8,7 +8,8 @@ import pytest
 
 from tests.kit.nodes import running
 from tests.kit.servers import ValkeyServer, has_valkey
-from tests.node.control_harness import BLOCK_BYTES, BareEngine, until
+from tests.kit.waiting import wait_until
+from tests.node.control_harness import BLOCK_BYTES, BareEngine
 from tests.node.test_control_delete import stored
 
 
@@ -28,8 +29,8 @@ def test_disk_and_store_are_read_again_with_the_key_only(tmp_path: Path) -> None
     with running(tmp_path, *disk, *store, f"--encryption-key=file:{keys}") as node:
         with BareEngine(node) as engine:
             engine.store(1, 2, 3)
-            until(lambda: stored(node, 3, "disk", "valkey"), "it was never written")
-            until(lambda: valkey.num_values == 3, "it was never written")
+            wait_until(lambda: stored(node, 3, "disk", "valkey"), "it was never written")
+            wait_until(lambda: valkey.num_values == 3, "it was never written")
         names = valkey.tell(b"KEYS", b"*")
         assert isinstance(names, list)
         for name in names:

@@ -26,7 +26,8 @@ from kvtier.node.wire import protocol
 from kvtier.node.wire.protocol import MAX_KEYS, MEMORY
 from kvtier.tools.cli import app
 from tests.kit.nodes import SEGMENT_BYTES, NodeProcess, running
-from tests.node.control_harness import BLOCK_BYTES, BareEngine, hexed, key, until
+from tests.kit.waiting import wait_until
+from tests.node.control_harness import BLOCK_BYTES, BareEngine, hexed, key
 
 PER_SEGMENT = SEGMENT_BYTES // BLOCK_BYTES
 
@@ -64,8 +65,7 @@ def shared(node_of_all: NodeProcess) -> Iterator[NodeProcess]:
 
 def fetched(node: NodeProcess, route: str, body: bytes | None = None) -> str:
     """Return the answer on the TCP port."""
-    url = node.said.split("http://")[1].split("/metrics")[0]
-    request = urllib.request.Request(f"http://{url}{route}", body)
+    request = urllib.request.Request(f"{node.url}{route}", body)
     with urllib.request.urlopen(request, timeout=30) as answer:
         text: str = answer.read().decode()
         return text
@@ -83,7 +83,7 @@ def expect_metrics(node: NodeProcess) -> None:
             if each.startswith("kvtier_used_slots{") and 'tier="host"' in each
         ]
 
-    until(lambda: (used("team-a"), used("team-b")) == ([3.0], [1.0]), "the gauges never came")
+    wait_until(lambda: (used("team-a"), used("team-b")) == ([3.0], [1.0]), "the gauges never came")
     text = fetched(node, "/metrics")
     assert text.count("# TYPE kvtier_used_slots gauge") == 1
     assert 'kvtier_node_engines{tenant="team-a"} 1.0' in text
@@ -123,7 +123,7 @@ def test_state_and_metrics_name_engines_rooms_and_tenants(node: NodeProcess) -> 
 def test_a_prompt_is_looked_up_and_prefetched_by_the_keys_of_engines(shared: NodeProcess) -> None:
     with BareEngine(shared) as engine:
         engine.store(1, 2, 3)
-        until(lambda: shared.room()["used_bytes"]["disk"] == 3 * BLOCK_BYTES, "never written")
+        wait_until(lambda: shared.room()["used_bytes"]["disk"] == 3 * BLOCK_BYTES, "never written")
         command(shared, "clear", "--memory-only")
         told = json.loads(command(shared, "lookup", "--json", stdin="\n".join(hexed(1, 2, 3, 4))))
         assert told["places"] == ["storage", "storage", "storage", "nowhere"]
@@ -154,7 +154,7 @@ def test_a_pin_expires(shared: NodeProcess) -> None:
     with BareEngine(shared) as engine:
         engine.store(1)
         assert shared.control.post("/pin", keys=hexed(1), seconds=0.2)["pinned"] == 1
-        until(lambda: shared.room()["pinned_blocks"] == 0, "it never expired")
+        wait_until(lambda: shared.room()["pinned_blocks"] == 0, "it never expired")
 
 
 def test_pins_leave_others_their_floor(tmp_path: Path) -> None:
@@ -200,11 +200,11 @@ def test_quotas_that_change_move_memory(node: NodeProcess) -> None:
             flood(other, PER_SEGMENT)  # whose memory is as warm
             return bool(node.control.get("/quota")["team-a"]["segments"] >= 4)
 
-        until(has_floor, "the floor was never reached")
+        wait_until(has_floor, "the floor was never reached")
         assert node.control.get("/quota")["team-b"]["segments"] <= 4
         # And a ceiling that is lowered frees memory.
         command(node, "quota", f"team-b=0:{2 * SEGMENT_BYTES}")
-        until(lambda: node.control.get("/quota")["team-b"]["segments"] == 2, "it never shrank")
+        wait_until(lambda: node.control.get("/quota")["team-b"]["segments"] == 2, "it never shrank")
         with pytest.raises(CacheError, match="floors add up"):
             node.control.post("/quota", tenant="team-b", floor="8MiB", ceiling="none")
 
@@ -233,11 +233,8 @@ def test_look_ups_of_a_server_are_counted_and_timed(node: NodeProcess) -> None:
     with BareEngine(node) as engine:
         engine.store(1, 2)
         before = node.control.get("/status")["rooms"][0]["looked_up"]["memory"]
-        engine.ask(
-            lambda number: protocol.FindRequest(
-                number, engine.partition, key(1) + key(2) + key(3), timeout_s=1.0
-            )
-        )
+        wanted = b"".join(key(number) for number in (1, 2, 3))
+        engine.ask(protocol.FindRequest(8, engine.partition, wanted, timeout_s=1.0))
         assert node.control.get("/status")["rooms"][0]["looked_up"]["memory"] == before + 2
         assert "kvtier_node_lookup_seconds_count 1.0" in fetched(node, "/metrics")
 
@@ -247,7 +244,7 @@ def test_look_ups_of_a_server_are_counted_and_timed(node: NodeProcess) -> None:
 
 def test_idle_connections_to_the_port_keep_no_engine_out(node: NodeProcess) -> None:
     """Idle connections are closed for new ones, before file descriptors run out."""
-    host, port = node.said.split("http://")[1].split("/metrics")[0].split(":")
+    host, port = node.url.removeprefix("http://").split(":")
     resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (300, 300))
     with ExitStack() as clients:
         for _ in range(600):
@@ -264,11 +261,11 @@ def test_idle_connections_to_the_port_keep_no_engine_out(node: NodeProcess) -> N
 
 
 def test_accepting_without_a_descriptor_fails_seldom(node: NodeProcess) -> None:
-    host, port = node.said.split("http://")[1].split("/metrics")[0].split(":")
+    host, port = node.url.removeprefix("http://").split(":")
     assert fetched(node, "/health")  # its threads have what they need
     resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (3, 4096))
     with socket.create_connection((host, int(port))) as client:
-        until(lambda: "not accepted" in node.log, "it was accepted")
+        wait_until(lambda: "not accepted" in node.log, "it was accepted")
         resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (4096, 4096))
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         client.settimeout(30)
@@ -321,8 +318,7 @@ def test_deletion_as_a_command_says_whether_it_is_complete(shared: NodeProcess) 
 
 
 def test_head_is_answered_as_get_without_a_body(shared: NodeProcess) -> None:
-    url = shared.said.split("http://")[1].split("/metrics")[0]
-    request = urllib.request.Request(f"http://{url}/health", method="HEAD")
+    request = urllib.request.Request(f"{shared.url}/health", method="HEAD")
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert (answer.status, answer.read()) == (200, b"")
 
@@ -420,7 +416,7 @@ def test_doctor_says_what_an_engine_would_find(shared: NodeProcess, tmp_path: Pa
     assert found["version"]["found"] == __version__
     assert found["end of this process"]["found"] == "noticed"
     assert {"memory", "memlock", "/dev/shm"} <= set(found)
-    until(lambda: not shared.control.get("/status")["engines"], "it left something behind")
+    wait_until(lambda: not shared.control.get("/status")["engines"], "it left something behind")
     nothing = findings("--node", str(tmp_path / "nothing"))
     assert nothing["reachable"]["found"] == "no"
     assert "No such file" in nothing["reachable"]["note"]

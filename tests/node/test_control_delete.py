@@ -12,7 +12,8 @@ from kvtier.node.wire import protocol
 from kvtier.node.wire.protocol import ABSENT, ARRIVING, MEMORY, MISSING, STORAGE
 from tests.kit.nodes import NodeProcess, running
 from tests.kit.servers import ValkeyServer
-from tests.node.control_harness import BLOCK_BYTES, BareEngine, hexed, key, until
+from tests.kit.waiting import wait_until
+from tests.node.control_harness import BLOCK_BYTES, BareEngine, hexed, key
 
 
 @pytest.fixture
@@ -44,8 +45,8 @@ def test_keys_are_deleted_from_every_tier_and_stay_deleted(
     with running(tmp_path, *options(tmp_path, valkey)) as node:
         with BareEngine(node) as engine:
             engine.store(1, 2, 3, 4)
-            until(lambda: stored(node, 4, "disk", "valkey"), "it was never written")
-            until(lambda: valkey.num_values == 4, "it was never written")
+            wait_until(lambda: stored(node, 4, "disk", "valkey"), "it was never written")
+            wait_until(lambda: valkey.num_values == 4, "it was never written")
             assert engine.delete(1, 2) == [MISSING, MISSING]
             assert engine.places(1, 2, 3, 4) == [ABSENT, ABSENT, MEMORY, MEMORY]
             told = node.control.post("/delete", keys=hexed(3, 9))
@@ -65,8 +66,8 @@ def test_blocks_that_only_storage_knows_are_deleted(tmp_path: Path, valkey: Valk
     with running(tmp_path, *options(tmp_path, valkey)) as node:
         with BareEngine(node) as engine:
             engine.store(1, 2, 3)
-            until(lambda: stored(node, 3, "disk", "valkey"), "it was never written")
-            until(lambda: valkey.num_values == 3, "it was never written")
+            wait_until(lambda: stored(node, 3, "disk", "valkey"), "it was never written")
+            wait_until(lambda: valkey.num_values == 3, "it was never written")
         node.lose()
         node.start()
         with BareEngine(node) as engine:
@@ -89,7 +90,7 @@ def test_a_room_is_deleted_with_what_only_its_slab_and_its_store_know(
         with BareEngine(node, "team-a", "a") as engine, BareEngine(node, "team-b", "b") as other:
             engine.store(1, 2, 3)
             other.store(1)
-            until(lambda: valkey.num_values == 4, "it was never written")
+            wait_until(lambda: valkey.num_values == 4, "it was never written")
         node.lose()
         node.start()
         room = node.room("team-a")
@@ -112,7 +113,7 @@ def test_blocks_in_use_are_not_found_and_freed_when_they_are_released(tmp_path: 
         BareEngine(node, name="other") as other,
     ):
         engine.store(1)
-        until(lambda: stored(node, 1, "disk"), "it was never written")
+        wait_until(lambda: stored(node, 1, "disk"), "it was never written")
         leased = engine.lease(1)
         (reserved,) = engine.reserve([key(2)])
         assert other.delete(1, 2) == [MISSING, MISSING]
@@ -123,7 +124,7 @@ def test_blocks_in_use_are_not_found_and_freed_when_they_are_released(tmp_path: 
         engine.commit([reserved])
         assert other.places(2) == [ABSENT]
         engine.release(leased)
-        until(lambda: stored(node, 0, "host", "disk"), "it was never freed")
+        wait_until(lambda: stored(node, 0, "host", "disk"), "it was never freed")
         engine.store(1, 2)
         assert other.places(1, 2) == [MEMORY, MEMORY], "new blocks may have these keys"
 
@@ -134,14 +135,14 @@ def test_a_store_that_is_down_keeps_a_deletion_from_being_complete(
     store = f"--storage=valkey://127.0.0.1:{valkey.port}"
     with running(tmp_path, store) as node, BareEngine(node) as engine:
         engine.store(1)
-        until(lambda: stored(node, 1, "valkey"), "it was never written")
+        wait_until(lambda: stored(node, 1, "valkey"), "it was never written")
         valkey.stop()
         told = node.control.post("/delete", keys=hexed(1), timeout_s=1.0)
         assert not told["is_complete"]
         assert "storage has not confirmed" in told["problems"][0]
         assert engine.places(1) == [ABSENT], "nothing finds it meanwhile"
         valkey.start()
-        until(
+        wait_until(
             lambda: node.control.post("/delete", keys=hexed(1))["is_complete"],
             "it was never confirmed",
         )
@@ -159,11 +160,11 @@ def test_a_read_in_flight_brings_nothing_back(
     with running(tmp_path, slow(valkey)) as node:
         with BareEngine(node) as engine:
             engine.store(1, 2)
-            until(lambda: valkey.num_values == 2, "it was never written")
+            wait_until(lambda: valkey.num_values == 2, "it was never written")
         node.lose()
         node.start()
         with BareEngine(node) as engine:
-            until(lambda: engine.places(1, 2) == [STORAGE, STORAGE], "it was never found")
+            wait_until(lambda: engine.places(1, 2) == [STORAGE, STORAGE], "it was never found")
             assert engine.promote(1, 2) == 2
             assert engine.places(1, 2) == [ARRIVING, ARRIVING]
             body = {"room": node.room()["name"]} if whole_room else {"keys": hexed(1, 2)}

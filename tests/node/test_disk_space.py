@@ -20,7 +20,7 @@ from kvtier.node.server.node import CacheNode
 from kvtier.node.server.partition import Partition
 from kvtier.node.server.partition_key import PartitionKey
 from kvtier.tiers import StorageTier
-from tests.node.harness import BLOCK, SEGMENT, config_of, keys
+from tests.node.harness import BLOCK, SEGMENT, config_of, keys, opened
 
 MIB = 1 << 20
 
@@ -45,7 +45,7 @@ def node_with(folder: Path, **quotas: TenantQuota) -> Iterator[CacheNode]:
 
 def partition_of(node: CacheNode, tenant: str, number: int = 0) -> Partition:
     scope = bytes([number]) * 32
-    return node.partition(PartitionKey(tenant, scope, BLOCK, 8))[1]
+    return opened(node, PartitionKey(tenant, scope, BLOCK, 8))[1]
 
 
 def slab_bytes(node: CacheNode, folder: Path, tenant: str) -> int:
@@ -142,7 +142,7 @@ def test_partition_that_is_refused_takes_no_disk_space(
     monkeypatch.setattr(memory, "MAX_SLOTS", 1 << 19)
     with node_with(tmp_path) as node:
         with pytest.raises(ConfigError, match=sentence):
-            node.partition(PartitionKey("a", bytes(32), block_bytes, 8))
+            opened(node, PartitionKey("a", bytes(32), block_bytes, 8))
         assert slab_bytes(node, tmp_path, "a") == 0
         assert not list((tmp_path / "disk").glob("*"))
 

@@ -7,8 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,15 +18,12 @@ from kvtier.core.errors import ConfigError
 from kvtier.node.config import TenantQuota, parse_tenant_users
 from kvtier.node.server import registry
 from kvtier.node.wire import protocol
-from tests.node.harness import Bare, LocalNode, bare, keys, local_node, wait_until
+from tests.kit.waiting import wait_until
+from tests.node.harness import Bare, LocalNode, bare, keys, local_node
+from tests.node.using import UserProcess, using
 
 SOME = keys(1, 2, 3)
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[LocalNode]:
-    with local_node(tmp_path) as node:
-        yield node
+RESERVE = "reserve 1 2 3"
 
 
 def store(engine: Bare, partition: int, some: bytes) -> None:
@@ -43,55 +39,11 @@ def places(engine: Bare, partition: int, some: bytes) -> list[int]:
     return list(found.places)
 
 
-HOLDER = """
-import os, socket, sys
-from tests.node.harness import Bare, keys
-from kvtier.node.wire import protocol
-from pathlib import Path
-from tempfile import TemporaryDirectory
-engine = Bare(Path(sys.argv[1]))
-partition = engine.enter("holder", client=sys.argv[2])
-if "reserve" in sys.argv:
-    engine.ask(protocol.ReserveRequest(3, partition, keys(1, 2, 3)))
-if "lease" in sys.argv:
-    engine.ask(protocol.LookupRequest(3, partition, keys(1, 2, 3)))
-if "silent" in sys.argv:  # leaves an answer unread, and says much while the node is held up
-    engine.send(protocol.LookupRequest(4, partition, keys(4)))
-    engine.socket.recv(1, socket.MSG_PEEK)
-    print("asked", flush=True)
-    sys.stdin.readline()
-    engine.send(protocol.UseNotice(partition, bytes(2 * protocol.RECEIVED_AT_ONCE)))
-if "close" in sys.argv:
-    engine.socket.close()
-if "fork" in sys.argv and os.fork() == 0:
-    sys.stdin.read()
-    os._exit(0)
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
 def holder(
-    node: LocalNode, *words: str, client: str = "", is_ready: bool = True
-) -> Iterator[subprocess.Popen[str]]:
-    """A process that uses blocks 1, 2 and 3 until it is killed, or its input ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(node.config.socket), client, *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert not is_ready or process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in process.stdin, process.stdout:
-            assert pipe is not None
-            pipe.close()
+    node: LocalNode, *commands: str, client: str = ""
+) -> AbstractContextManager[UserProcess]:
+    """An engine's process that is killed in the end."""
+    return using(node.config.socket, *commands, name="holder", client=client)
 
 
 # -- the end of a process --------------------------------------------------------------------------
@@ -115,20 +67,15 @@ def test_connection_closed_with_an_unread_answer_is_noticed(node: LocalNode) -> 
 
 
 def test_process_killed_with_an_unread_answer_leaves_nothing(node: LocalNode) -> None:
-    with holder(node, "reserve", "silent", is_ready=False) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "asked\n"
+    with holder(node, RESERVE, "ask 4") as process:
         with node.held_up():
-            process.stdin.write("\n")
-            process.stdin.flush()
-            assert process.stdout.readline() == "ready\n"
+            process.do("notify")
             process.kill()
             process.wait()
         node.until(lambda: not node.server.registry.engines)
 
 
-@pytest.mark.parametrize("words", [("reserve",), ("reserve", "close")])
+@pytest.mark.parametrize("words", [(RESERVE,), (RESERVE, "close")])
 def test_killed_writer_leaves_nothing(node: LocalNode, words: tuple[str, ...]) -> None:
     """The writer's connection may have broken before."""
     with holder(node, *words) as process, bare(node.config.socket) as other:
@@ -144,13 +91,13 @@ def test_killed_reader_leaves_blocks_that_can_be_evicted(node: LocalNode) -> Non
     with bare(node.config.socket) as other:
         partition = other.enter()
         store(other, partition, SOME)
-        with holder(node, "lease", "close"):
+        with holder(node, "lease 1 2 3", "close"):
             node.until(lambda: node.server.registry.engines)
             assert node.num_used == 3
         wait_until(lambda: node.num_used == 0)
 
 
-@pytest.mark.parametrize("words", [("reserve",), ("reserve", "close")])
+@pytest.mark.parametrize("words", [(RESERVE,), (RESERVE, "close")])
 def test_stopped_process_keeps_what_it_uses(node: LocalNode, words: tuple[str, ...]) -> None:
     """It may resume and write, so neither time nor a lost connection frees its slots."""
     with holder(node, *words) as process, bare(node.config.socket) as other:
@@ -164,7 +111,7 @@ def test_stopped_process_keeps_what_it_uses(node: LocalNode, words: tuple[str, .
 
 def test_process_that_lives_in_its_child_keeps_what_it_uses(node: LocalNode) -> None:
     """A forked child has the mapping, too: its socket is open, though its parent is dead."""
-    with holder(node, "reserve", "fork") as process, bare(node.config.socket) as other:
+    with holder(node, RESERVE, "fork") as process, bare(node.config.socket) as other:
         partition = other.enter()
         process.kill()
         process.wait()
@@ -176,7 +123,7 @@ def test_process_that_lives_in_its_child_keeps_what_it_uses(node: LocalNode) -> 
 
 
 def test_engine_lives_as_long_as_one_of_its_processes(node: LocalNode) -> None:
-    with holder(node, "reserve") as first, holder(node) as second:
+    with holder(node, RESERVE) as first, holder(node) as second:
         assert node.num_used == 3
         first.kill()
         first.wait()

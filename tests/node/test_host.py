@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from kvtier.node.client.cache import NodeCache
 from kvtier.node.client.channel import NodeClient
 from kvtier.node.client.host import NodeHost
 from tests.kit.nodes import NodeProcess, running
+from tests.kit.waiting import wait_until
 
 BLOCK_BYTES = 4096
 SEGMENT_BYTES = 4 * BLOCK_BYTES
@@ -47,17 +47,10 @@ def node(tmp_path: Path) -> Iterator[NodeProcess]:
         yield made
 
 
-def _wait(is_so: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-
-
 def _stored(node: NodeProcess) -> tuple[NodeCache, list[int], SlotGuard]:
     """Return an engine's cache that has stored blocks and holds them, their slots and guard."""
     cache = NodeCache(NodeClient(node.socket), lambda: b"s" * 32, BLOCK_BYTES, deadline_s=5.0)
-    _wait(lambda: cache.reserve(KEYS) is not None)
+    wait_until(lambda: cache.reserve(KEYS) is not None)
     cache.commit(KEYS, list(range(len(KEYS))))
     held = cache.hold(KEYS)
     assert held.guard is not None
@@ -74,7 +67,7 @@ def test_segments_are_registered_once_and_those_of_an_earlier_node_released(
         memory = host.memory_of(guard)
         assert memory is not None
         host.register(guard, slots)  # type: ignore[arg-type]
-    _wait(lambda: device.num_locked == 2)
+    wait_until(lambda: device.num_locked == 2)
     begins = sorted(each.address - memory.memory.address for each in device.locked)
     assert begins == [0, SEGMENT_BYTES], "six blocks lie in two segments"
     old = list(device.locked)
@@ -86,7 +79,9 @@ def test_segments_are_registered_once_and_those_of_an_earlier_node_released(
     assert host.memory_of(guard) is not None
     host.register(guard, slots)  # type: ignore[arg-type]
     host.release_old()
-    _wait(lambda: device.num_locked == 4 and not set(map(id, old)) & set(map(id, device.locked)))
+    wait_until(
+        lambda: device.num_locked == 4 and not set(map(id, old)) & set(map(id, device.locked))
+    )
     assert len(device.locked) == 2
     host.close()
     assert not device.locked

@@ -17,8 +17,9 @@ import pytest
 
 from kvtier.node.client.tier import KEY_BYTES, SCOPE
 from kvtier.node.wire import protocol
+from tests.kit.waiting import wait_until
 from tests.node.forking import BLOCK, NUM_SLOTS
-from tests.node.harness import Bare, bare, wait_until
+from tests.node.harness import Bare, bare
 
 NUM_KILLS = int(os.environ.get("KVTIER_NUM_KILLS", "60"))
 NUM_ENGINES = 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,15 +33,8 @@ from kvtier.node.wire.protocol import (
     unpack,
 )
 from kvtier.node.wire.protocol import frame as frame_of
-from tests.node.harness import (
-    BLOCK,
-    PATIENCE_S,
-    SCOPE,
-    LocalNode,
-    config_of,
-    local_node,
-    wait_until,
-)
+from tests.kit.waiting import wait_until
+from tests.node.harness import BLOCK, PATIENCE_S, SCOPE, LocalNode, config_of, opened
 
 KEYS = [bytes([number]) * 8 for number in range(6)]
 
@@ -54,7 +46,7 @@ def held(
     """The leases of one engine in a partition with six blocks."""
     node = CacheNode(config_of(tmp_path_factory.mktemp("node")), CpuDevice())
     wait_until(lambda: node.memory.num_free == node.memory.num_segments)
-    _, partition = node.partition(PartitionKey("", SCOPE, BLOCK, 8))
+    _, partition = opened(node, PartitionKey("", SCOPE, BLOCK, 8))
     reserved = partition.reserve(KEYS)
     assert reserved is not None
     partition.cache.commit(reserved.keys, range(6))
@@ -215,12 +207,6 @@ def content_of(message: FromEngine) -> memoryview:
 
 
 # -- the client ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[LocalNode]:
-    with local_node(tmp_path) as node:
-        yield node
 
 
 @pytest.fixture

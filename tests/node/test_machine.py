@@ -27,7 +27,8 @@ from kvtier.node.client.channel import Channel, NodeClient, NodeError, OpenedPar
 from kvtier.node.server.engines import EngineProcess
 from kvtier.node.wire import protocol
 from kvtier.node.wire.protocol import FromEngine
-from tests.node.harness import SCOPE, LocalNode, config_of, keys, wait_until
+from tests.kit.waiting import wait_until
+from tests.node.harness import SCOPE, LocalNode, config_of, keys
 
 BLOCK = 1024
 NUM_SLOTS = 16

@@ -13,7 +13,8 @@ from kvtier.node.server.node import CacheNode
 from kvtier.node.server.partition_key import PartitionKey
 from kvtier.node.wire import protocol
 from kvtier.tiers import StorageTier
-from tests.node.harness import PATIENCE_S, LocalNode, bare, config_of, keys, local_node, wait_until
+from tests.kit.waiting import wait_until
+from tests.node.harness import PATIENCE_S, LocalNode, bare, config_of, keys, local_node
 from tests.node.test_engines import places, store
 
 

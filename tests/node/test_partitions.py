@@ -24,7 +24,7 @@ from kvtier.node.server.partition_key import PartitionKey
 from kvtier.node.server.pins import MAX_PINS
 from kvtier.node.server.users import SlotUser
 from kvtier.node.wire.protocol import unpack
-from tests.node.harness import BLOCK, SEGMENT, config_of
+from tests.node.harness import BLOCK, SEGMENT, config_of, opened
 
 NUM_SEGMENTS = 16
 USER = SlotUser(1, 0, "engine")
@@ -44,7 +44,7 @@ class Harness:
         self.node, self.clock = node, clock
 
     def partition(self, tenant: str = "a", block_bytes: int = BLOCK) -> Partition:
-        number, _ = self.node.partition(PartitionKey(tenant, b"s" * 32, block_bytes, 8))
+        number, _ = opened(self.node, PartitionKey(tenant, b"s" * 32, block_bytes, 8))
         partition = self.node.partition_of(number, tenant)
         assert partition is not None
         return partition
@@ -336,7 +336,7 @@ def test_partitions_of_a_tenant_are_bounded(
 
 def test_partition_of_another_tenant_is_not_found(tmp_path: Path) -> None:
     with harness(tmp_path) as here:
-        number, _ = here.node.partition(PartitionKey("a", b"s", BLOCK, 8))
+        number, _ = opened(here.node, PartitionKey("a", b"s", BLOCK, 8))
         assert here.node.partition_of(number, "a") is not None
         assert here.node.partition_of(number, "b") is None
         assert here.node.partition_of(-1, "a") is None
@@ -385,9 +385,5 @@ def test_names_in_a_store_of_two_tenants_and_scopes_are_never_the_same() -> None
     for one, other in pairs:
         assert one.namespace != other.namespace
         assert len(one.namespace) == len(other.namespace) == 32, "keys come behind it"
-
-
-def test_names_of_blocks_of_32_byte_scopes_stay_as_they_were_stored() -> None:
-    scope = bytes(range(32))
-    assert PartitionKey(DEFAULT_TENANT, scope, BLOCK, 8).namespace == scope
+    assert default.namespace == scope, "names stay as they were stored"
     assert PartitionKey("a", scope, BLOCK, 8).namespace == blake3(scope + b"a").digest()

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from kvtier.node.wire import protocol
 from kvtier.node.wire.protocol import Frames, FromEngine, ProtocolError
-from tests.node.harness import BLOCK, SCOPE, LocalNode, bare, keys, local_node, wait_until
+from tests.kit.waiting import wait_until
+from tests.node.harness import BLOCK, SCOPE, LocalNode, bare, keys, local_node
 
 
 @pytest.fixture(scope="module")

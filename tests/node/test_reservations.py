@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvtier.cache.block_cache import BlockState
 from kvtier.core.types import Slot
-from kvtier.node.client.cache import NodeCache
-from kvtier.node.client.channel import NodeClient
 from kvtier.node.server.reservations import OVERDUE_S, Reservations
-from tests.node.harness import BLOCK, SCOPE, LocalNode, local_node, wait_until
+from tests.kit.waiting import wait_until
+from tests.node.harness import LocalNode, node_cache
 
 KEYS = [bytes([number]) * 36 for number in range(3)]
 NOWHERE, ARRIVING, MEMORY = BlockState.NOWHERE, BlockState.ARRIVING, BlockState.MEMORY
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[LocalNode]:
-    with local_node(tmp_path) as made:
-        yield made
-
-
-def _cache(node: LocalNode) -> NodeCache:
-    cache = NodeCache(NodeClient(node.config.socket), lambda: SCOPE, BLOCK, deadline_s=5.0)
-    wait_until(lambda: cache.reserve([b"open" * 9]) is not None)
-    cache.abort([b"open" * 9])
-    return cache
 
 
 def test_nobody_waits_for_an_engine_that_does_not_fill_its_slots(
@@ -39,7 +22,10 @@ def test_nobody_waits_for_an_engine_that_does_not_fill_its_slots(
 ) -> None:
     for module in ("reservations", "connection"):
         monkeypatch.setattr(f"kvtier.node.server.{module}.OVERDUE_S", 0.3)
-    with closing(_cache(node)) as late, closing(_cache(node)) as other:
+    with (
+        closing(node_cache(node.config.socket)) as late,
+        closing(node_cache(node.config.socket)) as other,
+    ):
         partition = late.reserve(KEYS)
         assert partition is not None
         late.commit(KEYS[:1], [0])
@@ -52,7 +38,7 @@ def test_nobody_waits_for_an_engine_that_does_not_fill_its_slots(
         wait_until(lambda: other.lookup(KEYS).states == [MEMORY] * 3)
 
 
-def test_a_slot_that_is_reserved_again_is_not_overdue() -> None:
+def test_a_slot_that_is_reserved_again_or_filled_in_time_is_not_overdue() -> None:
     now_s = 0.0
     generations = np.array([1, 1, 1], np.int64)
     is_reserved = np.array([True, True, True])
@@ -65,15 +51,8 @@ def test_a_slot_that_is_reserved_again_is_not_overdue() -> None:
     assert reservations.are_overdue(np.arange(3)).tolist() == [True, False, False]
     reservations.end(np.array([0, 1]))
     assert not reservations.has_overdue()
-
-
-def test_a_reservation_that_was_ended_in_time_is_never_overdue() -> None:
-    now_s = 0.0
-    generations = np.array([1, 1], np.int64)
-    is_reserved = np.array([True, True])
-    reservations = Reservations(generations, lambda: now_s)
-    reservations.add(is_reserved, [Slot(0), Slot(1)], generations.tobytes())
-    is_reserved[:] = False
-    reservations.end(np.arange(2))
-    now_s = time.monotonic()
+    reservations.add(is_reserved, [Slot(0)], generations[[0]].tobytes())
+    is_reserved[0] = False  # it is ended in time
+    reservations.end(np.array([0]))
+    now_s = 2 * OVERDUE_S
     assert not reservations.has_overdue()

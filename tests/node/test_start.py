@@ -19,25 +19,18 @@ from kvtier.node.server.node import CacheNode
 from kvtier.node.server.server import NodeServer, listen
 from kvtier.tools.cli import app
 from tests.kit.nodes import running
-from tests.node.harness import (
-    PATIENCE_S,
-    LocalNode,
-    bare,
-    config_of,
-    local_node,
-    node_process,
-    wait_until,
-)
+from tests.kit.waiting import wait_until
+from tests.node.harness import PATIENCE_S, LocalNode, bare, config_of, local_node, node_process
 
 
 def test_socket_of_a_live_node_is_left_alone(tmp_path: Path) -> None:
     """The node may be stopped and resume later, so its socket stays."""
     with node_process(tmp_path) as first:
         other = CacheNode(config_of(tmp_path / "other"), CpuDevice())
-        first.send(signal.SIGSTOP)
+        first.pause()
         with pytest.raises(ConfigError, match="another node listens at"):
             NodeServer(other, first.socket)
-        first.send(signal.SIGCONT)
+        first.resume()
         with bare(first.socket) as engine:
             assert engine.attach().instance
         other.close()
@@ -53,8 +46,7 @@ def test_memory_of_a_live_node_is_left_alone(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_killed_node_are_replaced(tmp_path: Path) -> None:
     with node_process(tmp_path) as node:
-        assert node.process is not None
-        node.end(signal.SIGKILL)
+        node.kill()
         left = tmp_path / "memory" / "memory"
         assert node.socket.exists()
         assert left.exists()
@@ -63,7 +55,7 @@ def test_leftovers_of_a_killed_node_are_replaced(tmp_path: Path) -> None:
         assert left.stat().st_ino != inode or left.stat().st_nlink == 1
         with bare(node.socket) as engine:
             assert engine.attach().instance
-        assert node.end() == 0
+        assert node.stop() == 0
         assert not node.socket.exists()
         assert not left.exists()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -13,12 +12,13 @@ from kvtier.node.client.channel import NodeClient
 from kvtier.node.client.tier import NodeTier
 from kvtier.testing import StorageSuite
 from kvtier.tiers import StorageSite, StorageTier
-from tests.node.harness import NodeProcess, node_process
+from tests.kit.nodes import NodeProcess
+from tests.node.harness import node_process
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    with node_process(tmp_path_factory.mktemp("node"), "host_capacity=16MiB") as node:
+    with node_process(tmp_path_factory.mktemp("node"), "--host-capacity=16MiB") as node:
         yield node
 
 
@@ -46,8 +46,8 @@ class TestNodeTier(StorageSuite):
 
     @contextmanager
     def _stopped(self) -> Iterator[None]:
-        self.node.send(signal.SIGSTOP)
+        self.node.pause()
         try:
             yield
         finally:
-            self.node.send(signal.SIGCONT)
+            self.node.resume()

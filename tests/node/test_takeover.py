@@ -6,8 +6,6 @@ import json
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,8 +23,10 @@ from kvtier.node.server.node import CacheNode
 from kvtier.node.server.partition import Partition
 from kvtier.node.server.partition_key import PartitionKey
 from kvtier.node.wire import protocol
-from tests.node.harness import BLOCK, SCOPE, bare, config_of, keys, node_process, wait_until
+from tests.kit.waiting import wait_until
+from tests.node.harness import BLOCK, SCOPE, bare, config_of, keys, node_process, opened
 from tests.node.test_engines import store
+from tests.node.using import using
 
 NUM = 64
 """Slots of the memory."""
@@ -50,7 +50,7 @@ class Harness:
 
     @property
     def partition(self) -> Partition:
-        number, _ = self.node.partition(PartitionKey("", SCOPE, BLOCK, 8))
+        number, _ = opened(self.node, PartitionKey("", SCOPE, BLOCK, 8))
         partition = self.node.partition_of(number, "default")
         assert partition is not None
         return partition
@@ -331,56 +331,6 @@ def _write_records(here: Harness, rows: Any, steps: Steps) -> None:
 
 # -- engines of before -----------------------------------------------------------------------------
 
-USER = """
-import mmap, os, sys
-from pathlib import Path
-from kvtier.node.server import records
-from kvtier.node.wire import protocol
-from tests.node.harness import BLOCK, SCOPE, Bare, keys
-engine = Bare(Path(sys.argv[1]))
-told = engine.attach("user", client="user")
-memory = mmap.mmap(engine.fds[0], told.memory_bytes)
-os.close(engine.fds.pop(0))
-partition = engine.open().partition
-kind = sys.argv[2]
-ask = protocol.ReserveRequest if kind == "reserved" else protocol.LookupRequest
-slots = protocol.unpack(engine.ask(ask(3, partition, keys(*map(int, sys.argv[3:])))).slots).tolist()
-print(*slots, flush=True)
-for line in sys.stdin:
-    if line.strip() == "unmap":
-        memory.close()
-    elif line.strip() == "write":
-        for slot in slots:
-            memory[slot * BLOCK : (slot + 1) * BLOCK] = b"x" * BLOCK
-    print("done", flush=True)
-"""
-
-
-@contextmanager
-def user(socket: Path, kind: str, *numbers: int) -> Iterator[subprocess.Popen[str]]:
-    """An engine's process that uses blocks, whatever happens to the node."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", USER, str(socket), kind, *map(str, numbers)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGCONT)
-        process.kill()
-        process.communicate()
-
-
-def told(process: subprocess.Popen[str], word: str = "") -> str:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    if word:
-        process.stdin.write(f"{word}\n")
-        process.stdin.flush()
-    return process.stdout.readline().strip()
-
 
 def stored_and_sealed(node: Any, *numbers: int) -> None:
     """Store blocks in a node's process, as an engine that has ended since."""
@@ -406,26 +356,25 @@ def num_free(socket: Path) -> int:
 
 
 @pytest.mark.parametrize("end", ["kill", "unmap"])
-@pytest.mark.parametrize("kind", ["reserved", "leased"])
+@pytest.mark.parametrize("kind", ["reserve", "lease"])
 def test_slots_of_a_stopped_engine_stay_aside_until_it_lets_go(
     tmp_path: Path, kind: str, end: str
 ) -> None:
     with node_process(tmp_path) as node:
-        if kind == "leased":
+        if kind == "lease":
             stored_and_sealed(node, 1, 2, 3)
-        with user(node.socket, kind, 1, 2, 3) as engine:
-            slots = list(map(int, told(engine).split()))
-            assert len(slots) == 3
+        with using(node.socket, f"{kind} 1 2 3") as engine:
+            assert len(engine.slots) == 3
             engine.send_signal(signal.SIGSTOP)
-            node.end(signal.SIGKILL)
+            node.kill()
             node.start()
             _wait_for(node.socket, NUM - 3)
             engine.send_signal(signal.SIGCONT)
-            if kind == "reserved":
-                told(engine, "write")  # to slots that no other engine has
+            if kind == "reserve":
+                engine.do("write")  # to slots that no other engine has
             assert num_free(node.socket) == NUM - 3
             if end == "unmap":
-                told(engine, "unmap")
+                engine.do("unmap")
             else:
                 engine.kill()
                 engine.wait()
@@ -433,17 +382,12 @@ def test_slots_of_a_stopped_engine_stay_aside_until_it_lets_go(
 
 
 def _wait_for(socket: Path, num: int) -> None:
-    found: list[int] = []
-
     def is_there() -> bool:
         with suppress(OSError):
-            found.append(num_free(socket))
-        return bool(found) and found[-1] == num
+            return num_free(socket) == num
+        return False
 
-    try:
-        wait_until(is_there, 20)
-    except AssertionError:
-        raise AssertionError(f"{found[-1]} slots are free, and not {num}") from None
+    wait_until(is_there, f"{num} slots are free", 20)
 
 
 # -- other memory ----------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from kvtier.observe.live.files import LIVE_PATH
 from kvtier.observe.live.make_node import LEAST_BLOCKS
 from kvtier.tools.cli import app
 from tests.kit.nodes import SEGMENT_BYTES, NodeProcess, running
-from tests.node.control_harness import BLOCK_BYTES, BareEngine, keys, until
+from tests.kit.waiting import wait_until
+from tests.node.control_harness import BLOCK_BYTES, BareEngine, keys
 
 
 @pytest.fixture
@@ -43,12 +44,8 @@ def test_disk_of_a_tenant_is_shown_between_its_floor_and_its_ceiling(tmp_path: P
         assert "slab" in done.output, done.output
 
 
-def url_of(node: NodeProcess) -> str:
-    return "http://" + node.said.split("http://")[1].split("/metrics")[0]
-
-
 def picture(node: NodeProcess) -> Any:
-    with urllib.request.urlopen(f"{url_of(node)}{LIVE_PATH}", timeout=30) as answer:
+    with urllib.request.urlopen(f"{node.url}{LIVE_PATH}", timeout=30) as answer:
         return json.loads(answer.read())
 
 
@@ -114,12 +111,12 @@ def test_a_request_that_waits_is_counted(node: NodeProcess) -> None:
         found: list[int | None] = []
         asking = Thread(target=lambda: found.extend(other.fetch(7)))
         asking.start()
-        until(lambda: engine_of(node, "waits")["waiting"] == 1, "nothing waits")
+        wait_until(lambda: engine_of(node, "waits")["waiting"] == 1, "nothing waits")
         one.block(slots[0])[:] = 7
         one.commit(slots)
         asking.join()
         assert found == [7]
-        until(lambda: engine_of(node, "waits")["waiting"] == 0, "it waits on")
+        wait_until(lambda: engine_of(node, "waits")["waiting"] == 0, "it waits on")
 
 
 def test_an_engine_reports_late_calls_and_that_it_paused(node: NodeProcess) -> None:
@@ -138,8 +135,8 @@ def test_an_engine_reports_late_calls_and_that_it_paused(node: NodeProcess) -> N
             return True
         return False
 
-    until(takes, "the breaker stays open")
-    until(
+    wait_until(takes, "the breaker stays open")
+    wait_until(
         lambda: (
             [(each["failures"], each["pauses"]) for each in node.control.get("/status")["engines"]]
             == [(3, 1)]
@@ -150,10 +147,10 @@ def test_an_engine_reports_late_calls_and_that_it_paused(node: NodeProcess) -> N
 
 
 def test_the_page_is_served_to_names_of_this_machine_only(node: NodeProcess) -> None:
-    with urllib.request.urlopen(f"{url_of(node)}/", timeout=30) as answer:
+    with urllib.request.urlopen(f"{node.url}/", timeout=30) as answer:
         assert "<title>kvtier</title>" in answer.read().decode()
         assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
-    request = urllib.request.Request(url_of(node) + LIVE_PATH, headers={"Host": "evil.example"})
+    request = urllib.request.Request(node.url + LIVE_PATH, headers={"Host": "evil.example"})
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=30)
     refused.value.close()

@@ -132,10 +132,6 @@ def test_calls_on_a_thread_without_a_context_are_refused(gpu: Cuda) -> None:
     assert gpu.synchronize() == 201
 
 
-def _overlap(gpu: Cuda) -> None:
-    gpu.batch([(0, 0, 8), (4, 16, 8)])
-
-
 def _race(gpu: Cuda) -> None:
     gpu.load(0, 0, 64)
     gpu.load(32, 64, 64, gpu.other)
@@ -156,18 +152,6 @@ def _free(gpu: Cuda) -> None:
     gpu.fake.free(gpu.device)
 
 
-def _leave_the_piece(gpu: Cuda) -> None:
-    gpu.load(0, SIZE - 8, 16)
-
-
-def _legacy_stream(gpu: Cuda) -> None:
-    gpu.load(0, 0, 8, c_void_p(1))
-
-
-def _waiting_stream(gpu: Cuda) -> None:
-    gpu.calls.cuStreamCreate(byref(c_void_p()), 0)
-
-
 def _store_out_of_order(gpu: Cuda) -> None:
     to = (c_uint64 * 1)(gpu.host)
     at = (c_uint64 * 1)(gpu.device)
@@ -177,27 +161,23 @@ def _store_out_of_order(gpu: Cuda) -> None:
     )  # fmt: skip
 
 
-def _too_many(gpu: Cuda) -> None:
-    gpu.batch([(at, at, 1) for at in range(52_000)])
-
-
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        (_overlap, "write the same bytes"),
+        (lambda gpu: gpu.batch([(0, 0, 8), (4, 16, 8)]), "write the same bytes"),
         (_race, "in no order"),
         (_race_with_compute, "in no order"),
         (_unregister, "unregistered while a copy"),
         (_free, "freed while a copy"),
-        (_leave_the_piece, "leaves the piece"),
-        (_legacy_stream, "legacy stream"),
-        (_waiting_stream, "waits for the legacy one"),
+        (lambda gpu: gpu.load(0, SIZE - 8, 16), "leaves the piece"),
+        (lambda gpu: gpu.load(0, 0, 8, c_void_p(1)), "legacy stream"),
+        (lambda gpu: gpu.calls.cuStreamCreate(byref(c_void_p()), 0), "waits for the legacy one"),
         (_store_out_of_order, "need not wait"),
-        (_too_many, "more copies in a batch"),
+        (lambda gpu: gpu.batch([(at, at, 1) for at in range(52_000)]), "more copies in a batch"),
     ],
 )
 def test_what_hardware_might_punish_is_written_down(
-    gpu: Cuda, what: Callable[[Cuda], None], told: str
+    gpu: Cuda, what: Callable[[Cuda], object], told: str
 ) -> None:
     gpu.fake.hold()
     what(gpu)

@@ -489,7 +489,10 @@ class NodeCache(BlockCache):
 
     def _open_now(self, facts: PartitionFacts) -> None:
         until_s = time.monotonic() + OPEN_S
-        with suppress(NodeError), self._client.using(self._client.connect(until_s)) as channel:
+        with (
+            suppress(NodeError),
+            self._client.using(self._client.take(until_s, is_new=True)) as channel,
+        ):
             channel.partition(facts, until_s)
             self._storages = list(channel.mapped.storages)
 

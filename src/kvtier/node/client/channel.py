@@ -418,14 +418,23 @@ class NodeClient:
         self._is_attached = False
         self._is_closed = False
 
-    def take(self, until_s: float) -> Channel:
+    def take(self, until_s: float, is_new: bool = False) -> Channel:
         """Return a connection for this thread alone; ``put_back`` ends its use.
+
+        is_new: whether it is to be a new one.
 
         Raises:
             NodeError: there is none in time.
         """
         self._enter()
-        return self._idle_channel() or self._new_channel(until_s)
+        idle = None if is_new else self._idle_channel()
+        if idle is not None:
+            return idle
+        try:
+            return self._connect(until_s)
+        except NodeError as error:
+            self.note(error)
+            raise
 
     def take_idle(self) -> Channel | None:
         """Return a connection that is not in use, without waiting; None if there is none.
@@ -441,22 +450,6 @@ class NodeClient:
                 self.keep(channel)
                 raise
         return channel
-
-    def connect(self, until_s: float) -> Channel:
-        """Return a new connection for this thread alone; ``put_back`` ends its use.
-
-        Raises:
-            NodeError: there is none in time.
-        """
-        self._enter()
-        return self._new_channel(until_s)
-
-    def _new_channel(self, until_s: float) -> Channel:
-        try:
-            return self._connect(until_s)
-        except NodeError as error:
-            self.note(error)
-            raise
 
     def _enter(self) -> None:
         """Raise ``NodeError`` if no request may be made now."""

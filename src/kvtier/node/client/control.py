@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,8 @@ MAX_BYTES = 64 << 20
 """Most bytes of an answer."""
 
 
-class ControlClient:
-    """Requests to one node.
-
-    socket_path: of the socket for engines. timeout_s: longest wait for an answer.
-    """
-
-    def __init__(self, socket_path: Path, timeout_s: float) -> None:
-        self._path = control_socket(socket_path)
-        self._timeout_s = timeout_s
+class JsonClient(ABC):
+    """Requests to a control API."""
 
     def get(self, route: str) -> Any:
         """Return the answer to a query. Raises ``CacheError`` if there is none."""
@@ -38,6 +32,21 @@ class ControlClient:
     def post(self, route: str, **body: object) -> Any:
         """Return the answer to a request with a body. Raises ``CacheError`` if there is none."""
         return self._request("POST", route, json.dumps(body).encode())
+
+    @abstractmethod
+    def _request(self, method: str, route: str, body: bytes | None) -> Any:
+        """Return the decoded answer."""
+
+
+class ControlClient(JsonClient):
+    """Requests to one node.
+
+    socket_path: of the socket for engines. timeout_s: longest wait for an answer.
+    """
+
+    def __init__(self, socket_path: Path, timeout_s: float) -> None:
+        self._path = control_socket(socket_path)
+        self._timeout_s = timeout_s
 
     def _request(self, method: str, route: str, body: bytes | None) -> Any:
         connection = UnixConnection(self._path, self._timeout_s)
@@ -66,7 +75,7 @@ def _reason(told: Any) -> str:
     return f"the node refuses the request: {json.dumps(told)[:500]}"
 
 
-class ServerControlClient:
+class ServerControlClient(JsonClient):
     """Requests to the control of one server, as ``ControlClient`` makes them to a node.
 
     url: of the server. key: of its control. timeout_s: longest wait for an answer.
@@ -79,15 +88,7 @@ class ServerControlClient:
         self._key = key if key is None else check_api_key(key, "control_key")
         self._timeout_s = timeout_s
 
-    def get(self, route: str) -> Any:
-        """Return the answer to a query. Raises ``CacheError`` if there is none."""
-        return self._request(route, None)
-
-    def post(self, route: str, **body: object) -> Any:
-        """Return the answer to a request with a body. Raises ``CacheError`` if there is none."""
-        return self._request(route, json.dumps(body).encode())
-
-    def _request(self, route: str, body: bytes | None) -> Any:
+    def _request(self, method: str, route: str, body: bytes | None) -> Any:
         headers = {"Accept": "application/json", "Content-Type": "application/json"}
         url = f"{self._url}{route}"
         try:

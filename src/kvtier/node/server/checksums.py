@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Thread, get_native_id
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -22,6 +24,8 @@ from kvtier.index.selection import Int64s
 from kvtier.node.server.records import Bools, PartitionRows, Records
 
 logger = logging.getLogger(__name__)
+
+Work = TypeVar("Work")
 
 PIECE_BYTES = 16 << 20
 """Bytes whose checksums are computed in one call."""
@@ -66,7 +70,51 @@ class WrittenBlocks:
     depths: Sequence[int]
 
 
-class RecordWriter:
+class Worker(ABC, Generic[Work]):
+    """Thread that carries out queued work, in order.
+
+    Subclasses set their own attributes first.
+
+    Args:
+        name: of the thread.
+        most: most items that wait; of more, the oldest are dropped. None for no bound.
+    """
+
+    def __init__(self, name: str, most: int | None = None) -> None:
+        self._waiting: deque[Work] = deque(maxlen=most)
+        self._wakes = Event()
+        self._is_wanted = True
+        self._is_working = False
+        self._thread = Thread(target=self._run, name=f"kvtier node {name}", daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    def _carry_out(self, work: Work) -> None:
+        """Carry out one item, on the thread."""
+
+    def _run(self) -> None:
+        while self._is_wanted:
+            self._wakes.clear()
+            while self._waiting and self._is_wanted:
+                self._is_working = True
+                self._carry_out(self._waiting.popleft())
+            self._is_working = False
+            if self._is_wanted and not self._waiting:
+                self._wakes.wait()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything was carried out."""
+        return not self._waiting and not self._is_working
+
+    def close(self) -> None:
+        """Stop, whatever waits."""
+        self._is_wanted = False
+        self._wakes.set()
+        self._thread.join(CLOSE_WAIT_S)
+
+
+class RecordWriter(Worker[WrittenBlocks]):
     """Writes the records of stored blocks, on a thread of its own.
 
     A block may be evicted, and its slot overwritten, while its checksum is computed. The record is
@@ -74,12 +122,7 @@ class RecordWriter:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[WrittenBlocks] = deque(maxlen=MAX_WAITING)
-        self._wakes = Event()
-        self._is_wanted = True
-        self._is_writing = False
-        self._thread = Thread(target=self._run, name="kvtier node records", daemon=True)
-        self._thread.start()
+        super().__init__("records", MAX_WAITING)
 
     def add(self, blocks: WrittenBlocks) -> None:
         """Write records of blocks, soon. Costs the caller next to nothing."""
@@ -87,25 +130,16 @@ class RecordWriter:
         if not self._wakes.is_set():
             self._wakes.set()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether all records have been written."""
-        return not self._waiting and not self._is_writing
-
     def _run(self) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, get_native_id(), IDLE)
-        while self._is_wanted:
-            self._wakes.clear()
-            while self._waiting and self._is_wanted:
-                self._is_writing = True
-                try:
-                    self._write(self._waiting.popleft())
-                except Exception:  # the blocks have no record, and are dropped after a crash
-                    logger.exception("records were not written")
-            self._is_writing = False
-            if self._is_wanted and not self._waiting:
-                self._wakes.wait()
+        super()._run()
+
+    def _carry_out(self, work: WrittenBlocks) -> None:
+        try:
+            self._write(work)
+        except Exception:  # the blocks have no record, and are dropped after a crash
+            logger.exception("records were not written")
 
     def _write(self, blocks: WrittenBlocks) -> None:
         rows = blocks.partition.rows
@@ -119,12 +153,6 @@ class RecordWriter:
                 continue
             crcs = blocks.partition.crcs(slots)
             rows.write(slots, generations, keys[piece], depths[piece], crcs)
-
-    def close(self) -> None:
-        """Stop, whatever waits."""
-        self._is_wanted = False
-        self._wakes.set()
-        self._thread.join(CLOSE_WAIT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +171,11 @@ class LeftBlocks:
             yield LeftBlocks(self.partition, self.slots[piece], self.records[piece])
 
 
-class Verifier:
+Adopt = Callable[[LeftBlocks, Bools], object]
+"""Called with blocks, and with which of them are right."""
+
+
+class Verifier(Worker[tuple[Adopt, LeftBlocks]]):
     """Verifies blocks on a thread of its own.
 
     tell: called on that thread when some have been verified.
@@ -151,15 +183,11 @@ class Verifier:
 
     def __init__(self, tell: Callable[[], object]) -> None:
         self._tell = tell
-        self._waiting: deque[tuple[Callable[[LeftBlocks, Bools], object], LeftBlocks]] = deque()
-        self._done: deque[tuple[Callable[[LeftBlocks, Bools], object], LeftBlocks, Bools]] = deque()
-        self._is_wanted = True
-        self._wakes = Event()
+        self._done: deque[tuple[Adopt, LeftBlocks, Bools]] = deque()
         self._num_threads = max(1, num_cores() // 2)
-        self._thread = Thread(target=self._run, name="kvtier node verify", daemon=True)
-        self._thread.start()
+        super().__init__("verify")
 
-    def add(self, blocks: LeftBlocks, then: Callable[[LeftBlocks, Bools], object]) -> None:
+    def add(self, blocks: LeftBlocks, then: Adopt) -> None:
         """Verify blocks. then: called by ``poll`` with them, and with which of them are right."""
         self._waiting.extend((then, piece) for piece in blocks.pieces())
         self._wakes.set()
@@ -170,20 +198,8 @@ class Verifier:
             then, blocks, are_right = self._done.popleft()
             then(blocks, are_right)
 
-    def _run(self) -> None:
-        while self._is_wanted:
-            self._wakes.clear()
-            while self._waiting and self._is_wanted:
-                then, blocks = self._waiting.popleft()
-                crcs = blocks.partition.crcs(blocks.slots, self._num_threads)
-                are_right = np.asarray(crcs == blocks.records["data_crc"])
-                self._done.append((then, blocks, are_right))
-                self._tell()
-            if self._is_wanted and not self._waiting:
-                self._wakes.wait()
-
-    def close(self) -> None:
-        """Stop, whatever waits."""
-        self._is_wanted = False
-        self._wakes.set()
-        self._thread.join(CLOSE_WAIT_S)
+    def _carry_out(self, work: tuple[Adopt, LeftBlocks]) -> None:
+        then, blocks = work
+        crcs = blocks.partition.crcs(blocks.slots, self._num_threads)
+        self._done.append((then, blocks, np.asarray(crcs == blocks.records["data_crc"])))
+        self._tell()

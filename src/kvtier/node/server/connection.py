@@ -198,7 +198,9 @@ class Connection:
             self._refuse(hello.id, str(error))
             return
         try:
-            self._memory_fd = self._registry.open_memory(self._client, self._engine)
+            self._memory_fd = self._node.memory.records.users.open_memory(
+                self._engine.clients[self._client].number
+            )
         except OSError as error:
             self._refuse(hello.id, f"the memory can't be passed on: {error.strerror}")
             self.hang_up()

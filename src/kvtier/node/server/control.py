@@ -12,11 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import update_wrapper
+from typing import Concatenate, ParamSpec, TypeVar
 
 from kvtier import __version__
 from kvtier.cache.local import LocatedBlocks
 from kvtier.control.contract import (
+    CacheControl,
     ControlError,
     Deleted,
     PinnedBlocks,
@@ -34,6 +36,7 @@ from kvtier.node.server.partition import Partition
 from kvtier.node.server.registry import Registry
 from kvtier.node.wire.protocol import MAX_KEYS
 
+Given = ParamSpec("Given")
 Result = TypeVar("Result")
 BoundTexts = tuple[str | None, str | None]
 HEXADECIMAL = re.compile("[0-9a-fA-F]*")
@@ -128,16 +131,37 @@ class NodeState:
     slots_aside: int = 0
 
 
-class NodeControl:
-    """Queries and changes of one node. Every method runs on the thread of the node's event loop."""
+def on_loop(
+    method: Callable[Concatenate[NodeControl, Given], Coroutine[object, object, Result]],
+) -> Callable[Concatenate[NodeControl, Given], Coroutine[object, object, Result]]:
+    """Let a method run on the node's event loop, whose thread owns the node.
+
+    It is awaited in the loop of the control's HTTP server, on another thread.
+    """
+
+    async def called(control: NodeControl, /, *given: Given.args, **more: Given.kwargs) -> Result:
+        running = method(control, *given, **more)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(running, control.loop))
+
+    update_wrapper(called, method)
+    return called
+
+
+class NodeControl(CacheControl):
+    """Queries and changes of one node. Create it in the node's event loop.
+
+    loop: the node's event loop.
+    """
 
     def __init__(self, registry: Registry) -> None:
+        self.loop = asyncio.get_running_loop()
         self._registry = registry
         self._node = registry.node
         self._began_s = time.monotonic()
 
     # -- state -------------------------------------------------------------------------------------
 
+    @on_loop
     async def status(self) -> NodeState:
         """Return the state of the node, its engines, tenants and partitions."""
         node = self._node
@@ -202,12 +226,14 @@ class NodeControl:
             if key not in is_open
         ]
 
+    @on_loop
     async def lookup_times(self) -> TimeCounts:
         """Return the times of look-ups by engines."""
         return self._registry.lookups.copy()
 
     # -- prompts -----------------------------------------------------------------------------------
 
+    @on_loop
     async def lookup(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
         """Find the blocks of a prompt, and wait for the answers of stores."""
         found = await self._partition(prompt.room)
@@ -219,6 +245,7 @@ class NodeControl:
             if all(each.is_over for each in pending) or not await self._registry.wait(until_s):
                 return _found(found, blocks)
 
+    @on_loop
     async def prefetch(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
         """Read the blocks of a prompt from storage into memory. Return where they are then."""
         found = await self._partition(prompt.room)
@@ -231,6 +258,7 @@ class NodeControl:
         self._registry.wake_all()
         return await bring(partition, keys, self._registry, until_s)
 
+    @on_loop
     async def pin(self, prompt: PromptName, seconds: float, timeout_s: float) -> PinnedBlocks:
         """Read the blocks of a prompt into memory, and keep the first ones there for a time."""
         check_pin(seconds)
@@ -241,6 +269,7 @@ class NodeControl:
         num = len(pin.segment_of)
         return PinnedBlocks(found.key.name, pin.number if num else 0, len(wanted), num)
 
+    @on_loop
     async def unpin(self, room: str, number: int) -> None:
         """End a pin before its time."""
         found = await self._partition(room)
@@ -249,6 +278,7 @@ class NodeControl:
 
     # -- deletion ----------------------------------------------------------------------------------
 
+    @on_loop
     async def delete(self, prompt: PromptName, timeout_s: float) -> Deleted:
         """Delete the blocks of a prompt from every tier."""
         found = await self._partition(prompt.room)
@@ -258,10 +288,11 @@ class NodeControl:
         left = await delete_blocks(found, wanted, self._registry.wait, until_s)
         problems = []
         if left:
-            errors = [f"{name}: {why}" for name, why in found.storage_errors().items() if why]
+            errors = [f"{name}: {why}" for name, why in found.storage_errors().items()]
             problems.append(f"{len(left)} blocks: storage has not confirmed it; {errors}")
         return Deleted(not left, [found.key.name], len(wanted), problems)
 
+    @on_loop
     async def delete_rooms(self, room: str, tenant: str, timeout_s: float) -> Deleted:
         """Delete all blocks of one partition, or of all partitions of a tenant, from every tier."""
         if bool(room) == bool(tenant):
@@ -274,6 +305,7 @@ class NodeControl:
             raise ControlError(f"tenant {tenant!r} has no room here", is_unknown=True)
         return await self._delete(names, timeout_s)
 
+    @on_loop
     async def clear(self, room: str, memory_only: bool, timeout_s: float) -> Deleted:
         """Delete all blocks of one or all partitions, or only evict them from memory."""
         names = {room} if room else set(self._partition_tenants())
@@ -311,10 +343,12 @@ class NodeControl:
 
     # -- quotas ------------------------------------------------------------------------------------
 
+    @on_loop
     async def tenants(self) -> dict[str, TenantState]:
         """Return quota and use of each tenant."""
         return self._tenants()
 
+    @on_loop
     async def set_quota(self, tenant: str, host: BoundTexts, disk: BoundTexts) -> TenantState:
         """Change the quota of a tenant.
 
@@ -360,7 +394,7 @@ def _open_partition(partition: Partition) -> RoomState:
         capacity_bytes=partition.capacity_by_storage(),
         looked_up=partition.looked_up.by_place(),
         breakers=partition.breakers(),
-        errors={name: why for name, why in partition.storage_errors().items() if why},
+        errors=partition.storage_errors(),
     )
 
 
@@ -396,14 +430,3 @@ def _hexed(prompt: PromptName) -> Sequence[str]:
     if prompt.tenant:
         raise ControlError("keys belong to a room; name it, and no tenant")
     return prompt.keys
-
-
-class LoopCalls:
-    """Calls from another thread to the thread of an event loop. loop: the node's."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    async def __call__(self, work: Callable[[], Coroutine[object, object, Result]]) -> Result:
-        """Run ``work`` there, and return its result."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self._loop))

@@ -88,5 +88,5 @@ async def delete_partition(
 
 
 def _late(partition: Partition) -> str:
-    reasons = (f"{name}: {why}" for name, why in partition.storage_errors().items() if why)
+    reasons = (f"{name}: {why}" for name, why in partition.storage_errors().items())
     return "; ".join(reasons) or "it takes too long; the deletion is retried"

@@ -118,7 +118,7 @@ class Holdings:
 
         Returns their slots and generations, as ``protocol.pack`` has them.
         """
-        return self._leases.lease(blocks, self.partition.now_s)
+        return self._leases.lease(blocks, self.partition.clock())
 
     def serve(self, content: memoryview, number: int) -> tuple[bytes, bool] | None:
         """Serve a simple message on this partition in one call; see ``SlotLeases.serve``.
@@ -130,7 +130,7 @@ class Holdings:
         if its.cache.is_doubtful:
             return None
         is_alone = self._is_alone and not its.reservations.has_overdue()
-        served = self._leases.serve(content, number, self._key_bytes, is_alone, its.now_s)
+        served = self._leases.serve(content, number, self._key_bytes, is_alone, its.clock())
         if served is None:
             return None
         answer, looked_up, ended = served

@@ -17,18 +17,11 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier import __version__
-from kvtier.control.contract import (
-    CacheControl,
-    Deleted,
-    PinnedBlocks,
-    PromptName,
-    PromptPlaces,
-)
 from kvtier.control.head import HeadAsGet
 from kvtier.control.page import page_router
 from kvtier.control.routes import control_router, refusal
 from kvtier.core.errors import CacheError
-from kvtier.node.server.control import LoopCalls, NodeControl, NodeState, TenantState
+from kvtier.node.server.control import NodeControl, NodeState, TenantState
 from kvtier.node.server.metrics import NodeMetrics
 from kvtier.node.server.node import CacheNode
 
@@ -51,35 +44,6 @@ class QuotaBody(BaseModel):
     ceiling: str | None = None
     disk_floor: str | None = None
     disk_ceiling: str | None = None
-
-
-class OnLoop(CacheControl):
-    """Control of a node, on the thread of the node's event loop."""
-
-    def __init__(self, control: NodeControl, call: LoopCalls) -> None:
-        self._control = control
-        self._call = call
-
-    async def lookup(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
-        return await self._call(lambda: self._control.lookup(prompt, timeout_s))
-
-    async def prefetch(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
-        return await self._call(lambda: self._control.prefetch(prompt, timeout_s))
-
-    async def pin(self, prompt: PromptName, seconds: float, timeout_s: float) -> PinnedBlocks:
-        return await self._call(lambda: self._control.pin(prompt, seconds, timeout_s))
-
-    async def unpin(self, room: str, number: int) -> None:
-        await self._call(lambda: self._control.unpin(room, number))
-
-    async def delete(self, prompt: PromptName, timeout_s: float) -> Deleted:
-        return await self._call(lambda: self._control.delete(prompt, timeout_s))
-
-    async def delete_rooms(self, room: str, tenant: str, timeout_s: float) -> Deleted:
-        return await self._call(lambda: self._control.delete_rooms(room, tenant, timeout_s))
-
-    async def clear(self, room: str, memory_only: bool, timeout_s: float) -> Deleted:
-        return await self._call(lambda: self._control.clear(room, memory_only, timeout_s))
 
 
 class ShortBodies:
@@ -122,7 +86,7 @@ def _refused(reason: str, status: int) -> Response:
     return JSONResponse({"error": reason}, status, {"Connection": "close"})
 
 
-def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastAPI:
+def reading_app(node: CacheNode, control: NodeControl) -> FastAPI:
     """Return the application with the routes that change nothing."""
     app = FastAPI(title="kvtier node", version=__version__, docs_url=None, redoc_url=None)
 
@@ -133,18 +97,18 @@ def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastA
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Return "ok" if the node's own thread answers."""
-        await call(control.tenants)
+        await control.tenants()
         return {"status": "ok"}
 
     @app.get("/status")
     async def status() -> NodeState:
         """Return the state of the node, its engines, tenants and partitions."""
-        return await call(control.status)
+        return await control.status()
 
     @app.get("/quota")
     async def quotas() -> dict[str, TenantState]:
         """Return quota and use of each tenant."""
-        return await call(control.tenants)
+        return await control.tenants()
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -152,7 +116,7 @@ def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastA
         return Response((await read()).text(), media_type=CONTENT_TYPE_LATEST)
 
     async def read() -> NodeMetrics:
-        state, lookups = await call(control.status), await call(control.lookup_times)
+        state, lookups = await control.status(), await control.lookup_times()
         partitions: dict[tuple[str, str], CollectorRegistry] = {
             (partition.key.tenant, partition.key.name): partition.cache.metrics.registry
             for partition in list(node.partitions)
@@ -168,16 +132,16 @@ def reading_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastA
     return app
 
 
-def control_app(node: CacheNode, control: NodeControl, call: LoopCalls) -> FastAPI:
+def control_app(node: CacheNode, control: NodeControl) -> FastAPI:
     """Return the application with all routes."""
-    app = reading_app(node, control, call)
+    app = reading_app(node, control)
 
-    app.include_router(control_router(OnLoop(control, call)))
+    app.include_router(control_router(control))
 
     @app.post("/quota")
     async def set_quota(body: QuotaBody) -> TenantState:
         """Change a tenant's quota until the node ends."""
         host, disk = (body.floor, body.ceiling), (body.disk_floor, body.disk_ceiling)
-        return await call(lambda: control.set_quota(body.tenant, host, disk))
+        return await control.set_quota(body.tenant, host, disk)
 
     return app

@@ -24,7 +24,7 @@ from kvtier.core.hot import FreeSlots
 from kvtier.core.system.landlock import can_forbid_truncation
 from kvtier.core.system.private_files import open_file, remove
 from kvtier.core.types import HOST, Slot
-from kvtier.devices.base import Device, Finding
+from kvtier.devices.base import Device
 from kvtier.index.selection import Int64s, as_numbers
 from kvtier.layout import named_layout, opaque
 from kvtier.node.config import SHARED_MEMORY
@@ -170,10 +170,6 @@ class NodeMemory:
         """Return a segment whose slots are all unused to the free ones."""
         self.records.owners[segment] = FREE
         heappush(self._free, segment)
-
-    def findings(self) -> list[Finding]:
-        """Return findings for ``kvtier doctor``."""
-        return self._arena.findings()
 
     def close(self) -> None:
         """Release the memory. Engines that have mapped it keep it until they unmap it."""

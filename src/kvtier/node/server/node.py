@@ -22,7 +22,6 @@ from kvtier.core.config import parse_size
 from kvtier.core.errors import CacheError, ConfigError
 from kvtier.core.types import DISK, Direct
 from kvtier.devices import Device
-from kvtier.devices.base import Finding
 from kvtier.layout import opaque
 from kvtier.node.config import (
     DEFAULT_TENANT,
@@ -34,7 +33,7 @@ from kvtier.node.config import (
 from kvtier.node.server.checksums import RecordWriter, Verifier
 from kvtier.node.server.disk_space import DiskSpace
 from kvtier.node.server.memory import NodeMemory
-from kvtier.node.server.partition import Partition, PartitionOptions
+from kvtier.node.server.partition import Partition
 from kvtier.node.server.partition_key import PartitionKey
 from kvtier.node.server.pins import Pin
 from kvtier.node.server.stores import partition_location
@@ -92,7 +91,6 @@ class CacheNode:
         self.memory = NodeMemory(
             config.directory, config.host_bytes, config.segment_bytes, device, config.disk_path
         )
-        self._options = PartitionOptions(config.eviction_policy, config.lookup_deadline_s)
         self.quotas = dict(config.quotas)
         self.disk_space = DiskSpace(
             config.disk_path,
@@ -151,19 +149,6 @@ class CacheNode:
         """Return the number of a partition; None if it is not open."""
         return self._numbers.get(key)
 
-    def partition(self, key: PartitionKey) -> tuple[int, Partition]:
-        """Return the number of a partition, and it; open it, and its storage, at its first use.
-
-        Waits for storage; see ``PartitionOpener``. Raises ``ConfigError`` if it can't be made.
-        """
-        key = self.check_key(key)
-        number = self.number_of(key)
-        return (
-            self.enter(key, self.open_storages(key))
-            if number is None
-            else (number, self.partitions[number])
-        )
-
     def enter(
         self, key: PartitionKey, storages: Mapping[str, StorageTier]
     ) -> tuple[int, Partition]:
@@ -176,7 +161,7 @@ class CacheNode:
             key,
             self.memory,
             storages,
-            self._options,
+            self.config,
             partial(self._take_segment, number),
             self.records,
             self._clock,
@@ -345,7 +330,7 @@ class CacheNode:
         partition.retire(segment)
         self._num_held[partition.key.tenant] -= 1
         self._num_retiring[partition.key.tenant] += 1
-        self._active[self._numbers[partition.key]] = self._clock() + LINGER_S
+        self.note_use(self._numbers[partition.key])
 
     def _shrink(self) -> None:
         """Retire a segment of each tenant above its ceiling."""
@@ -433,10 +418,9 @@ class CacheNode:
         for number, until_s in list(self._active.items()):
             partition = self.partitions[number]
             partition.poll()
-            if partition.is_retiring:
-                for segment in partition.retire_further():
-                    self._num_retiring[partition.key.tenant] -= 1
-                    self.memory.give_back(segment)
+            for segment in partition.retire_further():
+                self._num_retiring[partition.key.tenant] -= 1
+                self.memory.give_back(segment)
             is_busy |= partition.is_busy
             if until_s <= now_s and not partition.has_work:
                 del self._active[number]
@@ -479,10 +463,6 @@ class CacheNode:
                 for key, segments in self._kept.items():
                     found[key.tenant] += len(segments)
             assert +found == +counts, f"{kind} are counted wrongly"
-
-    def findings(self) -> Sequence[Finding]:
-        """Return what is in use, for ``kvtier doctor``."""
-        return self.memory.findings()
 
     def close(self) -> None:
         """Finish transfers, and release the memory."""

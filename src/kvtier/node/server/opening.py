@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from threading import Lock, Thread
 
 from kvtier.core.errors import CacheError
@@ -30,7 +31,7 @@ class PartitionOpener:
 
     def __init__(self, node: CacheNode) -> None:
         self._node = node
-        self._opening: dict[PartitionKey, asyncio.Task[tuple[int, Partition]]] = {}
+        self._opening: dict[PartitionKey, asyncio.Future[tuple[int, Partition]]] = {}
         self._lock = Lock()
         self._is_closed = False
 
@@ -43,35 +44,40 @@ class PartitionOpener:
         number = self._node.number_of(key)
         if number is not None:
             return number, self._node.partitions[number]
-        task = self._opening.get(key)
-        if task is None:
-            task = self._opening[key] = asyncio.create_task(self._open(key))
-            task.add_done_callback(lambda done: self._end(key, done))
-        return await asyncio.shield(task)
+        if key not in self._opening:
+            loop = asyncio.get_running_loop()
+            self._opening[key] = loop.create_future()
+            open_ = partial(self._open_storages, key, loop)
+            Thread(target=open_, name="kvtier node open", daemon=True).start()
+        return await asyncio.shield(self._opening[key])
 
-    def _end(self, key: PartitionKey, task: asyncio.Task[tuple[int, Partition]]) -> None:
-        del self._opening[key]
-        if not task.cancelled():
-            task.exception()  # those who wait have it
+    def _open_storages(self, key: PartitionKey, loop: asyncio.AbstractEventLoop) -> None:
+        storages: Storages = {}
+        failure = None
+        try:
+            storages = self._node.open_storages(key)
+        except Exception as error:
+            failure = error
+        with self._lock:
+            if not self._is_closed:
+                loop.call_soon_threadsafe(self._enter, key, storages, failure)
+                return
+        _close(storages)
 
-    async def _open(self, key: PartitionKey) -> tuple[int, Partition]:
-        loop = asyncio.get_running_loop()
-        opened: asyncio.Future[Storages] = loop.create_future()
-
-        def run() -> None:
-            try:
-                storages, error = self._node.open_storages(key), None
-            except Exception as failure:
-                storages, error = {}, failure
-            with self._lock:
-                if not self._is_closed:
-                    loop.call_soon_threadsafe(_settle, opened, storages, error)
-                    return
+    def _enter(self, key: PartitionKey, storages: Storages, failure: Exception | None) -> None:
+        """Make a partition of storage that is open. Called in the event loop."""
+        opening = self._opening.pop(key, None)
+        if opening is None:  # the node has ended meanwhile
             _close(storages)
-
-        Thread(target=run, name="kvtier node open", daemon=True).start()
-        with _closed_unless_used(opened):
-            return self._node.enter(key, await opened)
+            return
+        try:
+            if failure is not None:
+                raise failure
+            opening.set_result(self._node.enter(key, storages))
+        except Exception as error:
+            _close(storages)
+            opening.set_exception(error)
+            opening.exception()  # those who wait have it
 
     async def named(self, name: str) -> Partition | None:
         """Return the partition of this name, and poll it for a while; None if there is none.
@@ -99,30 +105,10 @@ class PartitionOpener:
         """Open no further partition. What is opened later by threads is closed by them."""
         with self._lock:
             self._is_closed = True
-        for task in list(self._opening.values()):
-            task.cancel()
-            with suppress(asyncio.CancelledError, CacheError):
-                await task
-
-
-def _settle(opened: asyncio.Future[Storages], storages: Storages, error: Exception | None) -> None:
-    if opened.cancelled():
-        _close(storages)
-    elif error is not None:
-        opened.set_exception(error)
-    else:
-        opened.set_result(storages)
-
-
-@contextmanager
-def _closed_unless_used(opened: asyncio.Future[Storages]) -> Iterator[None]:
-    """Close storage that was opened for a partition that could not be made."""
-    try:
-        yield
-    except BaseException:
-        if opened.done() and not opened.cancelled() and opened.exception() is None:
-            _close(opened.result())
-        raise
+        for opening in self._opening.values():
+            opening.cancel()
+        self._opening.clear()
+        await asyncio.sleep(0)  # storage that was opened before is closed
 
 
 def _close(storages: Storages) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -24,9 +23,9 @@ from kvtier.core.hints import BlockHint
 from kvtier.core.keys import child_keys
 from kvtier.core.types import DEVICE, HOST, BlockId, Slot
 from kvtier.index import State, make_key_index
-from kvtier.index.policies.replayed import RUNS
 from kvtier.index.selection import Int64s, are_neighbours, as_array, select
 from kvtier.index.slot_leases import SlotArrays, SlotLeases
+from kvtier.node.config import NodeConfig
 from kvtier.node.server.checksums import RecordWriter, Verifier
 from kvtier.node.server.kept import KeptSlots
 from kvtier.node.server.lookups import PlaceCounts
@@ -52,17 +51,6 @@ REST_S = 0.1
 """Seconds until a retired segment is examined again, some of whose blocks are still in use."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionOptions:
-    """Options of all partitions of a node.
-
-    policy: eviction policy. lookup_patience_s: longest wait for a store's answer to a look-up.
-    """
-
-    policy: str = RUNS
-    lookup_patience_s: float = 0.0
-
-
 class Partition:
     """Cache of blocks in segments of a node's memory, and in storage of its own.
 
@@ -73,7 +61,7 @@ class Partition:
         key: its identity.
         memory: the node's memory.
         storages: storage tiers by name, fastest first; the partition closes them.
-        options: see ``PartitionOptions``.
+        config: settings of the node.
         take_segment: return a further segment for this partition, or None.
         writer: writes records of stored blocks, for the next node.
         clock: seconds.
@@ -85,6 +73,7 @@ class Partition:
         tier: its slots in memory.
         pins, reservations, kept: blocks and slots that are treated differently.
         looked_up: counts of blocks that engines looked up.
+        clock: seconds.
         last_use: float64 [num_segments], time of the last use of each segment.
     """
 
@@ -93,7 +82,7 @@ class Partition:
         key: PartitionKey,
         memory: NodeMemory,
         storages: Mapping[str, StorageTier],
-        options: PartitionOptions,
+        config: NodeConfig,
         take_segment: Callable[[], int | None],
         writer: RecordWriter,
         clock: Callable[[], float] = time.monotonic,
@@ -106,9 +95,11 @@ class Partition:
         tiers: dict[str, MemoryTier | StorageTier] = {HOST: self.tier, **storages}
         self._mover = LocalMover(tiers, None, clock)
         self._mover.start()
-        self._clock = clock
+        self.clock = clock
         namespace = key.namespace
-        self._index = make_key_index(dict.fromkeys(tiers, options.policy), lambda: namespace)
+        self._index = make_key_index(
+            dict.fromkeys(tiers, config.eviction_policy), lambda: namespace
+        )
         self.cache = LocalBlockCache(
             self._index,
             tiers,
@@ -116,7 +107,7 @@ class Partition:
             LadderOptions(
                 key.block_bytes,
                 piece_blocks=max(1, PIECE_BYTES // key.block_bytes),
-                lookup_patience_s=options.lookup_patience_s,
+                lookup_patience_s=config.lookup_deadline_s,
             ),
             lambda: namespace,
             clock,
@@ -230,7 +221,7 @@ class Partition:
             segment = self._take_segment()
             if segment is None:
                 return
-            self.last_use[segment] = self._clock()
+            self.last_use[segment] = self.clock()
             self.tier.add(segment)
 
     def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
@@ -242,14 +233,9 @@ class Partition:
         used = as_array(slots)
         if are_neighbours(used):  # as they usually are
             first, last = (self.tier.segments_of(used[at]) for at in (0, -1))
-            self.last_use[first : last + 1] = self._clock()
+            self.last_use[first : last + 1] = self.clock()
         elif len(used):
-            self.last_use[self.tier.segments_of(used)] = self._clock()
-
-    @property
-    def now_s(self) -> float:
-        """The time, by the partition's clock."""
-        return self._clock()
+            self.last_use[self.tier.segments_of(used)] = self.clock()
 
     def apply(
         self, keys: Sequence[bytes], said: Sequence[tuple[int, int, int, int, float]]
@@ -259,7 +245,7 @@ class Partition:
         said: the hints, each (kind, level, first block, end, seconds).
         """
         for word, level, first, end, for_s in said:
-            now = self._clock()
+            now = self.clock()
             try:
                 self._index.retain(keys, BlockHint(word, level, first, end, now + for_s), now)
             except (ValueError, OverflowError) as error:
@@ -284,14 +270,14 @@ class Partition:
         """Begin to give a segment back. Its blocks are evicted from memory little by little."""
         self.kept.forget_segment(segment)
         self.tier.retire(segment)
-        self._retiring[segment] = self.tier.slots_of(segment).start, self._clock()
+        self._retiring[segment] = self.tier.slots_of(segment).start, self.clock()
 
     def retire_further(self) -> list[int]:
         """Evict some blocks of retired segments. Return the segments that are empty now.
 
         A block that an engine copies is evicted when the copy has ended.
         """
-        now_s = self._clock()
+        now_s = self.clock()
         for segment, (first, due_s) in self._retiring.items():
             if now_s < due_s:
                 continue
@@ -320,22 +306,21 @@ class Partition:
         here = [block for (block, slot), at in zip(known, lies_at, strict=True) if slot == at]
         self._ladder.evict_blocks(here, HOST)
 
-    @property
-    def is_retiring(self) -> bool:
-        """Whether a segment is on its way back to the node."""
-        return bool(self._retiring)
-
     # -- takeover ----------------------------------------------------------------------------------
 
     def restore(self, segments: Sequence[int], left_mask: int, verifier: Verifier) -> None:
         """Take over segments of an earlier node; see ``KeptSlots.restore``."""
-        self.last_use[segments] = self._clock()
+        self.last_use[segments] = self.clock()
         self.kept.restore(segments, left_mask, verifier)
 
     def has_in_memory(self, key: bytes) -> bool:
         """Whether a block is in memory, or arrives there."""
-        found = self._index.find(key)
-        return found is not None and found[1][0] is not State.ABSENT
+        return bool(self._in_memory([key]))
+
+    def _in_memory(self, keys: Sequence[bytes]) -> list[BlockId]:
+        """Return those of the blocks that are in memory, or arrive there."""
+        found = [found for key in keys if (found := self._index.find(key)) is not None]
+        return [block for block, states in found if states[0] is not State.ABSENT]
 
     # -- deletion ----------------------------------------------------------------------------------
 
@@ -343,17 +328,9 @@ class Partition:
         """Delete blocks from every tier. Storage confirms it later (``undeleted``)."""
         self.pins.forget(keys)
         self.kept.forget(keys)
-        self._forget_records(keys)
+        in_memory = self._index.slots(self._in_memory(keys), HOST)
+        self.tier.rows.renew(np.asarray(in_memory, np.int64))  # the next node finds none of them
         self.cache.delete(keys)
-
-    def _forget_records(self, keys: Sequence[bytes]) -> None:
-        """Let the next node find none of these blocks in memory."""
-        blocks = [
-            found[0]
-            for key in keys
-            if (found := self._index.find(key)) is not None and found[1][0] is not State.ABSENT
-        ]
-        self.tier.rows.renew(np.asarray(self._index.slots(blocks, HOST), np.int64))
 
     def undeleted(self, keys: Sequence[bytes]) -> set[int]:
         """Return the positions of deleted keys for which some storage has not confirmed it yet."""
@@ -420,24 +397,22 @@ class Partition:
         return {name: self._mover.breaker(name).name.lower() for name in self.cache.storages}
 
     def storage_errors(self) -> dict[str, str]:
-        """Return the last error of each storage tier; "" for none."""
-        return {name: storage.last_error for name, storage in self._storages.items()}
+        """Return the last error of each storage tier that has failed."""
+        errors = {name: storage.last_error for name, storage in self._storages.items()}
+        return {name: error for name, error in errors.items() if error}
 
     @property
     def is_busy(self) -> bool:
         """Whether ``poll`` has work to do soon."""
-        now_s = self._clock()
+        now_s = self.clock()
         return self.cache.is_busy or any(due_s <= now_s for _, due_s in self._retiring.values())
 
     @property
     def has_work(self) -> bool:
         """Whether ``poll`` has work to do, now or later."""
-        return self.is_busy or self.is_retiring or any(map(self._mover.num_owed, self._storages))
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of host memory that hold blocks."""
-        return self.tier.num_used * self.key.block_bytes
+        return (
+            self.is_busy or bool(self._retiring) or any(map(self._mover.num_owed, self._storages))
+        )
 
     def check_invariants(self) -> None:
         """Raise AssertionError also if a slot is not known to have the block that lies in it."""

@@ -132,10 +132,6 @@ class Registry:
         self.engines[key] = engine
         return number, name, engine
 
-    def open_memory(self, name: str, engine: AttachedEngine) -> int:
-        """Return a descriptor of the arena for a client. Raises ``OSError``."""
-        return self.node.memory.records.users.open_memory(engine.clients[name].number)
-
     def detach(
         self, number: int, name: str, engine: AttachedEngine, is_goodbye: bool = False
     ) -> None:

@@ -23,7 +23,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.system.signals import ended_by_signals, ending_signals, signals_ignored
 from kvtier.devices.cpu import CpuDevice
 from kvtier.node.config import NodeConfig
-from kvtier.node.server.control import LoopCalls, NodeControl
+from kvtier.node.server.control import NodeControl
 from kvtier.node.server.http import control_app, reading_app
 from kvtier.node.server.node import CacheNode
 from kvtier.node.server.server import NodeServer, listen
@@ -105,12 +105,11 @@ class ControlServer:
     """
 
     def __init__(self, node: CacheNode, control: NodeControl, path: Path, port: int | None) -> None:
-        call = LoopCalls(asyncio.get_running_loop())
         self._path = path
         self.port: int | None = None
         self._sockets = [listen(path)]
         self._doormen = [_doorman()]
-        self._servers = [_server(control_app(node, control, call), self._doormen[0])]
+        self._servers = [_server(control_app(node, control), self._doormen[0])]
         if port is not None:
             try:
                 self._sockets.append(_loopback(port))
@@ -118,7 +117,7 @@ class ControlServer:
                 self._close_sockets()
                 raise
             self.port = self._sockets[-1].getsockname()[1]
-            loopback = reading_app(node, control, call)
+            loopback = reading_app(node, control)
             # So that a page from elsewhere can't read it by a name of its own (DNS rebinding).
             loopback.add_middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK_NAMES))
             self._doormen.append(_doorman())  # idle clients here keep nobody from the socket
