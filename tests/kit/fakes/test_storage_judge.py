@@ -13,8 +13,8 @@ import pytest
 
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.tiers.disk.io.batch_queue import BatchEvent, BatchRequest, Timespec
-from kvtier.tiers.disk.io.cufile import CUFILE
 from kvtier.tiers.disk.io.file_library import FileLibrary, Vector
+from kvtier.tiers.disk.io.vendors import VENDORS
 from tests.devices.drivers import environment, make_device
 from tests.kit.fakes.storage import STORAGE, Cancel, StorageFake
 
@@ -32,7 +32,7 @@ class CuFile:
         self.device: DriverDevice = make_device(self.fake)
         self.device.driver.use()
         with environment(KVTIER_CUFILE_LIBRARY=str(self.fake.path)):
-            self.calls = FileLibrary(CUFILE)
+            self.calls = FileLibrary(VENDORS["cufile"])
         assert self.calls.code("DriverOpen") == 0
         self.path = folder / "file"
         self.path.write_bytes(bytes(NUM_PAGES * PAGE))

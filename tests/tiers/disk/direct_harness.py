@@ -13,10 +13,8 @@ import numpy.typing as npt
 from kvtier.devices.base import Memory
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.tiers.disk.io.base import Int64s, Uint64s
-from kvtier.tiers.disk.io.cufile import CuFileEngine
 from kvtier.tiers.disk.io.direct import DirectEngine, FileInterface
-from kvtier.tiers.disk.io.hipfile import HipFileEngine
-from kvtier.tiers.disk.io.nds import NdsEngine
+from kvtier.tiers.disk.io.vendors import VENDORS
 from tests.devices.drivers import environment, host_compute, make_device
 from tests.kit.fakes.storage import StorageFake
 
@@ -24,7 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 Batch = tuple[Int64s, Uint64s, Int64s]
 
 PAGE = 4096
-ENGINES = {"cuda": CuFileEngine, "hip": HipFileEngine, "ascend": NdsEngine}
+BY_DEVICE = {vendor.device: vendor for vendor in VENDORS.values()}
 WAYS = {
     "cufile113-batch": ("cufile113", FileInterface.BATCH),
     "cufile115-batch": ("cufile115", FileInterface.BATCH),
@@ -35,7 +33,6 @@ WAYS = {
 }
 """Every library, by every way that it may be used in."""
 BATCHES = [name for name, (_, way) in WAYS.items() if way is FileInterface.BATCH]
-PREFIXES = {"cuda": "cuFile", "hip": "hipFile", "ascend": "NdsFile"}
 
 
 def open_direct(
@@ -47,7 +44,7 @@ def open_direct(
 ) -> DirectEngine:
     """The product's engine over ``fake``."""
     with environment(**{fake.library_variable: str(fake.path)}):
-        return ENGINES[fake.vendor](fd, buffers, device.driver.use, way)
+        return DirectEngine(BY_DEVICE[fake.vendor], fd, buffers, device.driver.use, way)
 
 
 class Harness:
@@ -62,7 +59,7 @@ class Harness:
     ) -> None:
         fake_name, self.way = WAYS[name]
         self.fake = StorageFake(fake_name)
-        self.prefix = PREFIXES[self.fake.vendor]
+        self.prefix = BY_DEVICE[self.fake.vendor].prefix
         self.device = make_device(self.fake, 0, compute)
         self.num_pages = num_pages
         self.memory = Memory(self.fake.allocate(2 * num_pages * PAGE), 2 * num_pages * PAGE, "", 0)

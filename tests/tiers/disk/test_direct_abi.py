@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.devices.library import Call
-from kvtier.tiers.disk.io import batch_queue, cufile, file_library
+from kvtier.tiers.disk.io import batch_queue, file_library, vendors
 from tests.devices import test_abi as abi
 
 HEAD = """
@@ -43,7 +43,7 @@ STRUCTURES = {
     ),
     batch_queue.BatchEvent: ("CUfileIOEvents_t", "cookie status ret"),
     batch_queue.Timespec: ("timespec", "tv_sec tv_nsec"),
-    cufile.CuFileProperties: (
+    vendors.CuFileProperties: (
         "CUfileDrvProps_t",
         f"nvfs fflags max_device_cache_size {LIMITS}",
     ),
@@ -98,8 +98,10 @@ def test_calls_structures_and_values_are_those_of_the_header(
     def has(name: str) -> bool:
         return re.search(rf"\b{name}\b", text) is not None
 
-    calls = [call for call in cufile.CALLS if has(call.name)]
-    assert {call.name for call in cufile.CALLS if not call.since} <= {call.name for call in calls}
+    calls = [call for call in vendors.CUFILE_CALLS if has(call.name)]
+    assert {call.name for call in vendors.CUFILE_CALLS if not call.since} <= {
+        call.name for call in calls
+    }
     shown = "".join(f'show("{call.name}", &{call.name});\n' for call in calls)
     for ours, (name, fields) in STRUCTURES.items():
         if name == "timespec" or has(name):
@@ -116,7 +118,7 @@ def test_calls_structures_and_values_are_those_of_the_header(
     for ours, (name, _) in STRUCTURES.items():
         if name == "timespec" or has(name):
             assert found[ours.__name__] == abi._offsets(ours), name
-    assert found["kernel"][1:] == abi._offsets(cufile.KernelFacts)[1:]
+    assert found["kernel"][1:] == abi._offsets(vendors.KernelFacts)[1:]
     for name, value in values.items():
         assert found[name] == [value], name
     assert set(CODES.values()) == set(file_library.ERRNOS)

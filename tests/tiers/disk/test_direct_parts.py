@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -14,38 +13,11 @@ from hypothesis import strategies as st
 
 from kvtier.core.errors import DeviceError
 from kvtier.devices.base import Fence, Memory
-from kvtier.tiers.disk.io.fences import PendingFences
+from kvtier.tiers.disk.io.direct import PendingFences, Workers
 from kvtier.tiers.disk.io.file_library import outcome
-from kvtier.tiers.disk.io.registered import MAX_RUN_BYTES, RegisteredMemory, runs
-from kvtier.tiers.disk.io.workers import Workers
+from kvtier.tiers.disk.io.registered import RegisteredMemory
 
 PAGE = 4096
-
-
-@given(
-    gaps=st.lists(st.tuples(st.booleans(), st.integers(1, 6000)), max_size=40),
-    max_pieces=st.integers(1, 9),
-)
-def test_runs_hold_every_piece_once_and_no_gap(
-    gaps: list[tuple[bool, int]], max_pieces: int
-) -> None:
-    """gaps: before each piece, and its size in pages."""
-    offsets, sizes, end = [], [], 0
-    for has_gap, pages in gaps:
-        offsets.append(end + PAGE * has_gap)
-        sizes.append(pages * PAGE)
-        end = offsets[-1] + sizes[-1]
-    made = runs(range(len(gaps)), offsets, sizes, max_pieces)
-    assert [piece for run in made for piece in run] == list(range(len(gaps)))
-    for run in made:
-        assert len(run) <= max_pieces
-        assert len(run) == 1 or sum(sizes[piece] for piece in run) <= MAX_RUN_BYTES
-        for one, other in pairwise(run):
-            assert offsets[one] + sizes[one] == offsets[other]
-    for before, after in pairwise(made):
-        follows = offsets[before[-1]] + sizes[before[-1]] == offsets[after[0]]
-        whole = sum(sizes[piece] for piece in before) + sizes[after[0]]
-        assert not follows or len(before) == max_pieces or whole > MAX_RUN_BYTES, "it had fitted"
 
 
 @given(
@@ -158,10 +130,9 @@ def test_an_error_in_a_job_comes_out_when_all_jobs_are_done() -> None:
             raise ValueError(number)
         done.append(number)
 
-    latch = workers.run(work, 8)
-    assert latch.wait(60)
-    assert isinstance(latch.error, ValueError)
+    errors = [job.exception(60) for job in workers.run(work, 8)]
+    assert [type(error) for error in errors if error is not None] == [ValueError]
     assert sorted(done) == [0, 1, 2, 4, 5, 6, 7]
-    assert workers.run(work, 0).wait(0)
+    assert workers.run(work, 0) == []
     workers.close()
     workers.close()

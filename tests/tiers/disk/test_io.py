@@ -7,19 +7,22 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.core.errors import Closed, TierError
 from kvtier.core.hot import crc32c_rows
 from kvtier.core.types import IoKind
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers.disk.io import IoEngine, open_engine
-from kvtier.tiers.disk.io.base import MAX_ENTRIES, Int64s, Uint64s, runs
+from kvtier.tiers.disk.io.base import Int64s, Uint64s, runs
 
 PAGE = 4096
 FILE_PAGES = 2000
@@ -185,22 +188,34 @@ def test_plain_calls_that_fail_are_made_again_one_by_one(
     engine.close()
 
 
-def test_runs_are_neighbours_within_bounds() -> None:
-    offsets = np.array([0, 10, 20, 40, 50, 150, 155, 160], np.int64)
-    sizes = np.array([10, 10, 10, 10, 100, 5, 0, 5], np.int64)
-
-    def found(fuse_bytes: int, max_bytes: int) -> list[tuple[int, int]]:
-        return [(run.start, run.stop) for run in runs(offsets, sizes, fuse_bytes, max_bytes)]
-
-    assert found(100, 1000) == [(0, 3), (3, 6), (6, 7), (7, 8)]
-    assert found(10, 1000) == [(0, 3), (3, 4), (4, 5), (5, 6), (6, 7), (7, 8)]
-    assert found(100, 25) == [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (7, 8)]
-    assert found(0, 1000) == [(at, at + 1) for at in range(8)]
-    many = np.arange(3 * MAX_ENTRIES, dtype=np.int64)
-    ones = np.ones_like(many)
-    lengths = [run.stop - run.start for run in runs(many, ones, 8, 1 << 30)]
-    assert lengths == [MAX_ENTRIES] * 3
-    assert list(runs(many[:0], ones[:0], 8, 8)) == []
+@given(
+    blocks=st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=40),
+    fuse_bytes=st.integers(0, 12),
+    max_bytes=st.integers(1, 30),
+    max_entries=st.integers(1, 9),
+)
+def test_runs_hold_every_block_once_and_are_as_long_as_they_may_be(
+    blocks: list[tuple[bool, int]], fuse_bytes: int, max_bytes: int, max_entries: int
+) -> None:
+    """blocks: whether there is a gap before each, and its size."""
+    sizes = np.array([size for _, size in blocks], np.int64)
+    gaps = np.array([gap for gap, _ in blocks], np.int64)
+    offsets = np.cumsum(sizes + gaps) - sizes
+    made = list(runs(offsets, sizes, fuse_bytes, max_bytes, max_entries))
+    assert [at for run in made for at in range(len(blocks))[run]] == list(range(len(blocks)))
+    for run in made:
+        assert run.stop - run.start in range(1, max_entries + 1)
+        if run.stop - run.start > 1:
+            assert sizes[run].sum() <= max_bytes
+            assert sizes[run].min() > 0
+            assert sizes[run].max() <= fuse_bytes
+            assert not gaps[run][1:].any()
+    for before, after in pairwise(made):
+        ends = sizes[[before.stop - 1, after.start]]
+        is_full = before.stop - before.start == max_entries
+        is_heavy = sizes[before].sum() + sizes[after.start] > max_bytes
+        cannot_join = gaps[after.start] or not ends.all() or (ends > fuse_bytes).any()
+        assert is_full or is_heavy or cannot_join, "it had fitted"
 
 
 def test_no_blocks_and_empty_blocks_are_nothing(place: Place, opened: Open) -> None:

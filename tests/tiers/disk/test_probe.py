@@ -12,9 +12,8 @@ import pytest
 
 from kvtier.core.system.child_process import KILLED_S
 from kvtier.tiers.disk.io import probe as probing
-from kvtier.tiers.disk.io.cufile import CUFILE
-from kvtier.tiers.disk.io.nds import NDS
 from kvtier.tiers.disk.io.probe import Probe, Reach, findings, main, probe
+from kvtier.tiers.disk.io.vendors import VENDORS
 from tests.kit.fakes.storage import STORAGE, StorageFake
 
 KINDS = {"cuda": "cufile", "hip": "hipfile", "ascend": "nds"}
@@ -172,16 +171,16 @@ def test_a_library_leaves_no_log_behind_unless_somebody_wants_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUFILE_LOGFILE_PATH", raising=False)
-    assert CUFILE.variables(True) == {
+    assert VENDORS["cufile"].variables(True) == {
         "CUFILE_ALLOW_COMPAT_MODE": "true",
         "CUFILE_LOGFILE_PATH": os.devnull,
     }
     monkeypatch.setenv("CUFILE_LOGFILE_PATH", "mine.log")
-    assert CUFILE.variables(False) == {
+    assert VENDORS["cufile"].variables(False) == {
         "CUFILE_ALLOW_COMPAT_MODE": "false",
         "CUFILE_FORCE_COMPAT_MODE": "false",
     }
-    assert NDS.variables(False) == {}
+    assert VENDORS["nds"].variables(False) == {}
 
 
 def test_no_process_is_begun_for_a_library_that_is_not_there(

@@ -19,15 +19,16 @@ class WrappedEngine(IoEngine):
         self.inner = inner
         self.fd = fd
 
-    def read(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
+    def _transfer(
+        self,
+        write: bool,
+        offsets: Int64s,
+        addresses: Uint64s,
+        sizes: Int64s,
+        deadline_s: float | None,
     ) -> Int64s:
-        return self.inner.read(offsets, addresses, sizes, deadline_s)
-
-    def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
-    ) -> Int64s:
-        return self.inner.write(offsets, addresses, sizes, deadline_s)
+        move = self.inner.write if write else self.inner.read
+        return move(offsets, addresses, sizes, deadline_s)
 
     def sync(self) -> None:
         self.inner.sync()

@@ -55,10 +55,13 @@ class IoEngine(ABC):
     """
 
     name: str
-    _is_closed: bool
-    _process: OwnerProcess
 
-    @abstractmethod
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._direct = is_direct(fd)
+        self._is_closed = False
+        self._process = OwnerProcess()
+
     def read(
         self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
@@ -70,6 +73,7 @@ class IoEngine(ABC):
             sizes: int64 [n], bytes of each block.
             deadline_s: time limit in seconds; None for no limit.
         """
+        return self._transfer(False, offsets, addresses, sizes, deadline_s)
 
     def read_checked(
         self,
@@ -87,15 +91,27 @@ class IoEngine(ABC):
         done = self.read(offsets, addresses, sizes, deadline_s)
         return done, crc32c_many(addresses, np.minimum(sizes, num_checked).astype(np.uint64))
 
-    @abstractmethod
     def write(
         self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
         """Write a batch; return bytes or -errno per block: int64 [n]. Parameters as in ``read``."""
+        return self._transfer(True, offsets, addresses, sizes, deadline_s)
 
     @abstractmethod
+    def _transfer(
+        self,
+        write: bool,
+        offsets: Int64s,
+        addresses: Uint64s,
+        sizes: Int64s,
+        deadline_s: float | None,
+    ) -> Int64s:
+        """Read or write a batch; see ``read``."""
+
     def sync(self) -> None:
         """Wait until all earlier writes are on the medium (fdatasync)."""
+        self._check_open()
+        os.fdatasync(self._fd)
 
     def findings(self) -> list[Finding]:
         """Return findings for ``kvtier doctor``: the engine, and why it is not a faster one."""
@@ -111,17 +127,23 @@ class IoEngine(ABC):
         self._process.must_be_here("this I/O engine")
 
 
-def runs(offsets: Int64s, sizes: Int64s, fuse_bytes: int, max_bytes: int) -> Iterator[slice]:
+def runs(
+    offsets: Int64s,
+    sizes: Int64s,
+    fuse_bytes: int,
+    max_bytes: int,
+    max_entries: int = MAX_ENTRIES,
+) -> Iterator[slice]:
     """Yield the parts of a batch, in order, each of which one call may move.
 
-    A part is a single block, or several small blocks that are neighbours in the file, at most
-    ``MAX_ENTRIES``.
+    A part is a single block, or several small blocks that are neighbours in the file.
 
     Args:
         offsets: int64 [n], offset of each block in the file.
         sizes: int64 [n], bytes of each block.
         fuse_bytes: maximum bytes of a block that is joined with others.
         max_bytes: maximum bytes of a part of several blocks.
+        max_entries: maximum blocks of a part.
     """
     ends = offsets + sizes
     is_small = (sizes > 0) & (sizes <= fuse_bytes)
@@ -129,7 +151,7 @@ def runs(offsets: Int64s, sizes: Int64s, fuse_bytes: int, max_bytes: int) -> Ite
     joins[1:] = (offsets[1:] == ends[:-1]) & is_small[1:] & is_small[:-1]
     first, num_bytes = 0, 0
     for at, (joined, size) in enumerate(zip(joins.tolist(), sizes.tolist(), strict=True)):
-        has_room = num_bytes + size <= max_bytes and at - first < MAX_ENTRIES
+        has_room = num_bytes + size <= max_bytes and at - first < max_entries
         if at > first and not (joined and has_room):
             yield slice(first, at)
             first, num_bytes = at, 0

@@ -16,15 +16,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, suppress
 from enum import Enum
 from functools import partial
+from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
 
 from kvtier.core.errors import DeviceError, TierError
-from kvtier.core.system.process import OwnerProcess
 from kvtier.devices.base import Fence, Finding, Memory
 from kvtier.devices.library import DriverError
 from kvtier.tiers.disk.io.base import (
@@ -35,24 +36,23 @@ from kvtier.tiers.disk.io.base import (
     Uint32s,
     Uint64s,
     check_batch,
-    is_direct,
+    runs,
 )
 from kvtier.tiers.disk.io.batch_queue import PIECE_BYTES, BatchQueue
-from kvtier.tiers.disk.io.fences import PendingFences
 from kvtier.tiers.disk.io.file_library import FileLibrary, Vector, Vendor
 from kvtier.tiers.disk.io.registered import (
     MAX_RUN_BYTES,
     MAX_RUN_PIECES,
     RegisteredBatch,
     RegisteredMemory,
-    runs,
 )
-from kvtier.tiers.disk.io.workers import Latch, Workers
 
 logger = logging.getLogger(__name__)
 
 NUM_THREADS: Final = 8
 """Threads per direction for synchronous calls."""
+LOOK_S: Final = 0.0002
+"""Pause between two looks at a fence."""
 GRACE_S: Final = 5.0
 """Seconds after a deadline. A call that has not returned by then may never return, so the engine is
 given up."""
@@ -82,6 +82,105 @@ class FileInterface(Enum):
     SINGLE = "single"
 
 
+class PendingFences:
+    """Fences that each direction of transfers waits for, once per fence. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fences: dict[bool, deque[Fence]] = {False: deque(), True: deque()}
+
+    def add(self, fence: Fence) -> None:
+        with self._lock:
+            for fences in self._fences.values():
+                while fences and _has_passed(fences[0]):  # bounds the queue of an unused direction
+                    fences.popleft()
+                fences.append(fence)
+
+    def wait(self, write: bool, ends_at: float | None) -> int:
+        """Wait until the fences of a direction have passed. Return 0, or -errno.
+
+        ECANCELED: ``ends_at`` (``monotonic``) came first. EIO: the work before a fence failed. The
+        remaining fences are kept for the next call.
+        """
+        with self._lock:
+            fences, self._fences[write] = self._fences[write], deque()
+        code = 0
+        while fences and not code:
+            try:
+                if ends_at is None:
+                    fences[0].wait()
+                elif not _passes(fences[0], ends_at):
+                    code = -errno.ECANCELED
+                    break
+            except DeviceError as error:
+                logger.warning("a transfer waited for work that failed: %s", error)
+                code = -errno.EIO
+            fences.popleft()
+        with self._lock:
+            self._fences[write].extendleft(reversed(fences))
+        return code
+
+
+def _passes(fence: Fence, ends_at: float) -> bool:
+    """Wait for a fence; return whether it passed in time."""
+    while not fence.passed:
+        if time.monotonic() >= ends_at:
+            return False
+        time.sleep(LOOK_S)
+    return True
+
+
+def _has_passed(fence: Fence) -> bool:
+    try:
+        return fence.passed
+    except DeviceError:
+        return False  # ``wait`` reports the error
+
+
+class Workers:
+    """Pool of ``num_threads`` threads, started with the first job.
+
+    They are daemon threads, unlike those of ``ThreadPoolExecutor``: a thread that hangs in a driver
+    must not keep the process from ending.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._name = name
+        self.num_threads = num_threads
+        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def run(self, work: Callable[[], None], num_jobs: int) -> list[Future[None]]:
+        """Queue ``work`` ``num_jobs`` times."""
+        if not self._threads and num_jobs:
+            for number in range(self.num_threads):
+                name = f"{self._name}-{number}"
+                self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
+                self._threads[-1].start()
+        jobs: list[Future[None]] = [Future() for _ in range(num_jobs)]
+        for job in jobs:
+            self._jobs.put((work, job))
+        return jobs
+
+    def close(self) -> None:
+        """Stop the threads. None may be working."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _serve(self) -> None:
+        while (next_job := self._jobs.get()) is not None:
+            work, job = next_job
+            try:
+                work()
+            except BaseException as error:
+                job.set_exception(error)
+            else:
+                job.set_result(None)
+
+
 class DirectEngine(IoEngine):
     """``IoEngine`` for accelerator memory.
 
@@ -103,6 +202,7 @@ class DirectEngine(IoEngine):
         compute checksums of this memory.
 
     Args:
+        vendor: the file library.
         fd: descriptor of the file.
         buffers: accelerator memory to register.
         use: makes the accelerator current for the calling thread.
@@ -113,23 +213,22 @@ class DirectEngine(IoEngine):
         TierError: the library, its driver, the file system or the memory is not usable.
     """
 
-    vendor: Vendor
-
     def __init__(
         self,
+        vendor: Vendor,
         fd: int,
         buffers: Sequence[Memory],
         use: Callable[[], None],
         interface: FileInterface | None = None,
         num_threads: int = NUM_THREADS,
     ) -> None:
-        self._process = OwnerProcess()
+        super().__init__(fd)
+        self.vendor, self.name = vendor, vendor.name
         self._lock = threading.Lock()
         self._use = use
-        self._is_closed = False
         self._why_given_up = ""
         self._fences = PendingFences()
-        if not is_direct(fd):
+        if not self._direct:
             raise self._refusal("the file was opened without O_DIRECT")
         self._memory = RegisteredMemory(buffers)
         with ExitStack() as undo:
@@ -165,11 +264,6 @@ class DirectEngine(IoEngine):
         """Return which pieces lie entirely in one of ``buffers``. The library refuses others."""
         return np.asarray(self._memory.bases(addresses, sizes) != 0)
 
-    def read(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
-    ) -> Int64s:
-        return self._transfer(False, offsets, addresses, sizes, deadline_s)
-
     def read_checked(
         self,
         offsets: Int64s,
@@ -184,15 +278,6 @@ class DirectEngine(IoEngine):
             f"{self.vendor.name} reads into memory that the CPU can't access; read blocks to "
             "verify through host memory",
         )
-
-    def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
-    ) -> Int64s:
-        return self._transfer(True, offsets, addresses, sizes, deadline_s)
-
-    def sync(self) -> None:
-        self._check_open()
-        os.fdatasync(self._fd)
 
     def findings(self) -> list[Finding]:
         words = {
@@ -231,7 +316,7 @@ class DirectEngine(IoEngine):
         self._batches: dict[bool, BatchQueue] = {}
         if self.interface is FileInterface.BATCH:
             most = NUM_REQUESTS if has_pool else NUM_REQUESTS_WITHOUT_POOL
-            most = min(most, self.vendor.limits(library).max_batch or most)
+            most = min(most, library.limits().max_batch or most)
             for write in (False, True):
                 queue = BatchQueue(library, handle, most, self._give_up)
                 undo.callback(self._quietly, queue.close)
@@ -240,7 +325,7 @@ class DirectEngine(IoEngine):
     def _allow_pinning(self) -> None:
         """Raise the driver's limit on pinned memory if the registrations exceed it."""
         wanted = sum(memory.nbytes for memory in self._memory.memories)
-        allowed = self.vendor.limits(self._library).max_pinned_bytes
+        allowed = self._library.limits().max_pinned_bytes
         if 0 < allowed < wanted and self._library.has("DriverSetMaxPinnedMemSize"):
             code = self._library.code("DriverSetMaxPinnedMemSize", -(-wanted // 1024))
             logger.info("pinned memory bytes=%d allowed=%d code=%d", wanted, allowed, code)
@@ -267,7 +352,7 @@ class DirectEngine(IoEngine):
         deadline_s: float | None,
     ) -> Int64s:
         self._check_open()
-        check_batch(offsets, addresses, sizes, direct=True)
+        check_batch(offsets, addresses, sizes, self._direct)
         ends_at = None if deadline_s is None else time.monotonic() + deadline_s
         bases = self._memory.bases(addresses, sizes)
         results = np.where(sizes == 0, 0, -errno.EFAULT).astype(np.int64)
@@ -283,29 +368,28 @@ class DirectEngine(IoEngine):
             ends_at, results,
         )  # fmt: skip
         order: list[int] = chosen[np.argsort(offsets[chosen], kind="stable")].tolist()
-        latch = self._start(batch, order)
-        if ends_at is not None and not latch.wait(max(0.0, ends_at - time.monotonic()) + GRACE_S):
-            self._give_up("a call does not return")
-        latch.wait()
-        if latch.error is not None:
-            raise latch.error
+        jobs = self._start(batch, order)
+        if ends_at is not None:
+            left_s = max(0.0, ends_at - time.monotonic()) + GRACE_S
+            if wait(jobs, left_s).not_done:
+                self._give_up("a call does not return")
+        for job in wait(jobs).done:
+            job.result()
         return results
 
-    def _start(self, batch: RegisteredBatch, order: list[int]) -> Latch:
+    def _start(self, batch: RegisteredBatch, order: list[int]) -> list[Future[None]]:
         workers = self._workers[batch.write]
         if self.interface is FileInterface.BATCH:
             queue = self._batches[batch.write]
             return workers.run(self._on_device(partial(queue.move, batch, order, GRACE_S)), 1)
         most = MAX_RUN_PIECES if self.interface is FileInterface.VECTORS else 1
-        left = deque(runs(order, batch.offsets, batch.sizes, most))
+        offsets, sizes = np.array(batch.offsets)[order], np.array(batch.sizes)[order]
+        left = deque(runs(offsets, sizes, MAX_RUN_BYTES, MAX_RUN_BYTES, most))
 
         def work() -> None:
-            while True:
-                try:
-                    run = left.popleft()
-                except IndexError:
-                    return  # no runs are left
-                self._move_run(batch, run)
+            with suppress(IndexError):  # no runs are left
+                while True:
+                    self._move_run(batch, order[left.popleft()])
 
         return workers.run(self._on_device(work), min(workers.num_threads, len(left)))
 

@@ -25,7 +25,7 @@ import os
 import sysconfig
 import threading
 from collections.abc import Callable
-from ctypes import POINTER, Structure, Union, byref, c_int, c_size_t, c_ssize_t, c_void_p
+from ctypes import Structure, Union, byref, c_int, c_size_t, c_void_p
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -114,11 +114,6 @@ UNKNOWN: Final = (0, 0)
 """Version of a library that does not report one."""
 
 
-def of_system(fd: int) -> FileDescriptor:
-    """Return the description of a file that is open in this process."""
-    return FileDescriptor(OF_SYSTEM, FileName(fd=fd))
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits that the driver reports; 0 if it reports none.
@@ -135,27 +130,29 @@ class Vendor:
     """Description of a vendor's file library.
 
     name: name of the library.
+    device: plug-in of the device whose memory it reaches.
     prefix: prefix of its calls.
     files: file names of the library, in the order in which they are tried.
-    wheel: glob pattern of the library below site-packages.
     override: environment variable that names another file.
     calls: calls to bind.
     descriptor: converts an fd into the argument of ``HandleRegister``.
+    wheel: glob pattern of the library below site-packages.
     version: returns (major, minor), or ``UNKNOWN``.
-    limits: returns the driver's limits.
+    properties: structure that ``DriverGetProperties`` fills, with sizes in KiB; None without one.
     compat: environment variables that allow, and that force, its path through host memory.
     log: environment variable that names its log file; by default it logs to the current folder.
     """
 
     name: str
+    device: str
     prefix: str
     files: tuple[str, ...]
-    wheel: str
     override: str
     calls: tuple[Call, ...]
     descriptor: Callable[[int], Structure]
-    version: Callable[[FileLibrary], tuple[int, int]]
-    limits: Callable[[FileLibrary], Limits]
+    wheel: str = ""
+    version: Callable[[FileLibrary], tuple[int, int]] = lambda library: UNKNOWN
+    properties: type[Structure] | None = None
     compat: tuple[str, str] | None = None
     log: str = ""
 
@@ -173,36 +170,6 @@ class Vendor:
             allow, force = self.compat
             made |= {allow: "true"} if may_bounce else {allow: "false", force: "false"}
         return made
-
-
-def shared_calls(
-    prefix: str, status: type[Structure], descriptor: type[Structure]
-) -> tuple[Call, ...]:
-    """Return the required calls, which all libraries have."""
-    move = (c_void_p, c_void_p, c_size_t, c_ssize_t, c_ssize_t)
-    handle = POINTER(c_void_p)
-    return (
-        Call(f"{prefix}DriverOpen", (), returns=status),
-        Call(f"{prefix}DriverClose", (), returns=status),
-        Call(f"{prefix}HandleRegister", (handle, POINTER(descriptor)), returns=status),
-        Call(f"{prefix}HandleDeregister", (c_void_p,), returns=None),
-        Call(f"{prefix}Read", move, returns=c_ssize_t),
-        Call(f"{prefix}Write", move, returns=c_ssize_t),
-    )
-
-
-def buffer_calls(prefix: str, status: type[Structure]) -> tuple[Call, ...]:
-    """Return the calls of libraries that require registration of memory."""
-    return (
-        Call(f"{prefix}BufRegister", (c_void_p, c_size_t, c_int), returns=status),
-        Call(f"{prefix}BufDeregister", (c_void_p,), returns=status),
-        Call(
-            f"{prefix}DriverSetMaxPinnedMemSize",
-            (c_size_t,),
-            without="no more memory than its configuration allows",
-            returns=status,
-        ),
-    )
 
 
 @dataclass(slots=True)
@@ -296,6 +263,15 @@ class FileLibrary:
             del _opened[self._key]
             if opened.is_ours:
                 self.check("DriverClose_v2" if self.has("DriverClose_v2") else "DriverClose")
+
+    def limits(self) -> Limits:
+        """Return the limits of the open driver."""
+        if self.vendor.properties is None:
+            return Limits()
+        found: Any = self.vendor.properties()
+        if self.code("DriverGetProperties", byref(found)):
+            return Limits()
+        return Limits(found.max_batch, found.max_pinned << 10)
 
     @property
     def _key(self) -> tuple[int, str]:
@@ -408,21 +384,6 @@ class FileLibrary:
         kind = ctypes.CFUNCTYPE(function.restype, *function.argtypes, use_errno=True)
         call = Call(name, function.argtypes, returns=function.restype)
         self._library.bind(call, kind(ctypes.cast(function, c_void_p).value or 0))
-
-
-def asked_limits(properties: type[Structure]) -> Callable[[FileLibrary], Limits]:
-    """Return a function that reads the limits from ``DriverGetProperties``.
-
-    properties: structure of the properties; sizes in KiB.
-    """
-
-    def ask(library: FileLibrary) -> Limits:
-        answer: Any = properties()
-        if library.code("DriverGetProperties", byref(answer)):
-            return Limits()
-        return Limits(answer.max_batch, answer.max_pinned << 10)
-
-    return ask
 
 
 def outcome(done: int, size: int, left_errno: int = 0) -> int:

@@ -19,7 +19,7 @@ from kvtier.tiers.disk.io.base import IoEngine
 from kvtier.tiers.disk.io.direct import DirectEngine
 from kvtier.tiers.disk.io.preadv import PreadvEngine
 from kvtier.tiers.disk.io.uring import UringEngine
-from kvtier.tiers.disk.io.vendors import KINDS
+from kvtier.tiers.disk.io.vendors import VENDORS
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,9 @@ def open_direct(
     Raises:
         TierError: the library, its driver, the file system or the memory is not usable.
     """
-    made, _ = KINDS[device.file_library]
-    with _environment(made.vendor.variables(may_bounce)):
-        return made(fd, memories, device.use)
+    vendor = VENDORS[device.file_library]
+    with _environment(vendor.variables(may_bounce)):
+        return DirectEngine(vendor, fd, memories, device.use)
 
 
 _changing = Lock()

@@ -10,11 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from enum import Enum
 
 import numpy as np
 
-from kvtier.core.system.process import OwnerProcess
 from kvtier.devices.base import Finding
 from kvtier.tiers.disk.io.base import (
     IO_ALIGNMENT,
@@ -22,7 +20,6 @@ from kvtier.tiers.disk.io.base import (
     IoEngine,
     Uint64s,
     check_batch,
-    is_direct,
     runs,
 )
 
@@ -36,11 +33,6 @@ MAX_RETRIES = 64
 """Maximum retries of a call that fails with EAGAIN."""
 
 
-class _Direction(Enum):
-    READ = "read"
-    WRITE = "write"
-
-
 class PreadvEngine(IoEngine):
     """Engine that runs ``preadv`` and ``pwritev`` on ``num_threads`` threads per direction.
 
@@ -50,31 +42,13 @@ class PreadvEngine(IoEngine):
     name = "preadv"
 
     def __init__(self, fd: int, num_threads: int = NUM_THREADS, note: str = "") -> None:
-        self._process = OwnerProcess()
-        self._fd = fd
+        super().__init__(fd)
         self._note = note
-        self._direct = is_direct(fd)
         self._num_threads = num_threads
-        self._is_closed = False
         # A pool starts its threads with the first batch.
-        self._pools = {
-            direction: ThreadPoolExecutor(num_threads, f"kvtier-{direction.value}")
-            for direction in _Direction
-        }
-
-    def read(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
-    ) -> Int64s:
-        return self._batch(_Direction.READ, offsets, addresses, sizes, deadline_s)
-
-    def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
-    ) -> Int64s:
-        return self._batch(_Direction.WRITE, offsets, addresses, sizes, deadline_s)
-
-    def sync(self) -> None:
-        self._check_open()
-        os.fdatasync(self._fd)
+        self._pools = [
+            ThreadPoolExecutor(num_threads, f"kvtier-{way}") for way in ("read", "write")
+        ]
 
     def findings(self) -> list[Finding]:
         words = f"preadv, {self._num_threads} threads per direction"
@@ -83,12 +57,12 @@ class PreadvEngine(IoEngine):
     def close(self) -> None:
         self._is_closed = True
         if self._process.is_here:  # a forked child does not have the threads
-            for pool in self._pools.values():
+            for pool in self._pools:
                 pool.shutdown()
 
-    def _batch(
+    def _transfer(
         self,
-        direction: _Direction,
+        write: bool,
         offsets: Int64s,
         addresses: Uint64s,
         sizes: Int64s,
@@ -106,23 +80,21 @@ class PreadvEngine(IoEngine):
             with suppress(IndexError):  # no runs are left
                 while True:
                     run = left.popleft()
-                    results[run] = self._move_run(direction, blocks[run], until)
+                    results[run] = self._move_run(write, blocks[run], until)
 
-        jobs = [
-            self._pools[direction].submit(work) for _ in range(min(self._num_threads, len(left)))
-        ]
+        jobs = [self._pools[write].submit(work) for _ in range(min(self._num_threads, len(left)))]
         for job in jobs:
             job.result()
         return results
 
     def _move_run(
-        self, direction: _Direction, blocks: Sequence[tuple[int, int, int]], until: float | None
+        self, write: bool, blocks: Sequence[tuple[int, int, int]], until: float | None
     ) -> list[int]:
         """Move neighbouring blocks of the file; return bytes moved or -errno per block."""
         (offset, _, _), *others = blocks
-        moved = self._move(direction, offset, [where[1:] for where in blocks], until)
+        moved = self._move(write, offset, [where[1:] for where in blocks], until)
         if moved < 0 and moved != -errno.ECANCELED and others:  # find the block with the error
-            return [self._move(direction, at, [(to, size)], until) for at, to, size in blocks]
+            return [self._move(write, at, [(to, size)], until) for at, to, size in blocks]
         if moved < 0:
             return [moved] * len(blocks)
         results = []
@@ -132,25 +104,14 @@ class PreadvEngine(IoEngine):
         return results
 
     def _move(
-        self,
-        direction: _Direction,
-        offset: int,
-        pieces: Sequence[tuple[int, int]],
-        until: float | None,
+        self, write: bool, offset: int, pieces: Sequence[tuple[int, int]], until: float | None
     ) -> int:
-        """Move bytes between the file at ``offset`` and pieces of memory.
+        """Move bytes between the file at ``offset`` and pieces of memory: (address, bytes).
 
-        Args:
-            direction: direction.
-            offset: offset in the file.
-            pieces: (address, bytes) of each piece.
-            until: deadline (``monotonic``), or None.
-
-        Returns:
-            Bytes moved, or -errno.
+        Return the bytes moved, or -errno.
         """
         call: Callable[[int, Sequence[memoryview], int], int]
-        call = os.preadv if direction is _Direction.READ else os.pwritev
+        call = os.pwritev if write else os.preadv
         left = [
             memoryview((ctypes.c_char * size).from_address(address)).cast("B")
             for address, size in pieces
@@ -169,14 +130,12 @@ class PreadvEngine(IoEngine):
                 continue
             except OSError as error:
                 return -(error.errno or errno.EIO)
-            if not moved and direction is _Direction.WRITE:
+            if not moved and write:
                 return -errno.EIO  # a write must move something
             done += moved
             left = _after(left, moved)
             # With O_DIRECT a partial page means the end of the file; no read may begin there.
-            if not moved or (
-                direction is _Direction.READ and self._direct and moved % IO_ALIGNMENT
-            ):
+            if not moved or (self._direct and not write and moved % IO_ALIGNMENT):
                 break
         return done
 

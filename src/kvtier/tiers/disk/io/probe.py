@@ -25,7 +25,7 @@ from kvtier.core.system.child_process import Overdue, run_module
 from kvtier.devices.base import Finding
 from kvtier.tiers.disk.io.file_library import FileLibrary, Vendor
 from kvtier.tiers.disk.io.trial import TrialResult
-from kvtier.tiers.disk.io.vendors import KINDS
+from kvtier.tiers.disk.io.vendors import VENDORS
 
 LIMIT_S: Final = 30.0
 """Time limit of a whole probe. Opening cuFile's driver and its first transfer take seconds."""
@@ -62,7 +62,7 @@ class Step:
 class Probe:
     """Result of a probe.
 
-    kind: library that was tried, as ``KINDS`` names it.
+    kind: library that was tried, as ``VENDORS`` names it.
     library: its name and version; "" if it is missing.
     reach: path of bytes that works.
     tried: result of the trial.
@@ -121,7 +121,7 @@ def probe(kind: str, folder: str, device: str = "cuda:0", limit_s: float = LIMIT
         device: accelerator, as torch names it.
         limit_s: time limit in seconds.
     """
-    vendor = KINDS[kind][0].vendor
+    vendor = VENDORS[kind]
     try:
         library = FileLibrary(vendor)
         disk = os.stat(folder).st_dev

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,29 +68,3 @@ class RegisteredBatch:
     def ended(self) -> int:
         """Return the result of a piece that ended early: an error for a write, else 0."""
         return -errno.EIO if self.write else 0
-
-
-def runs(
-    order: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], max_pieces: int
-) -> list[list[int]]:
-    """Return runs of pieces that are neighbours in the file, of at most ``MAX_RUN_BYTES``.
-
-    A larger piece is a run by itself.
-
-    Args:
-        order: indices of the pieces, ascending by offset.
-        offsets: offset of each piece.
-        sizes: bytes of each piece.
-        max_pieces: maximum pieces of a run.
-    """
-    made: list[list[int]] = []
-    end = room = -1
-    for piece in order:
-        size = sizes[piece]
-        if offsets[piece] != end or size > room or len(made[-1]) == max_pieces:
-            made.append([])
-            room = MAX_RUN_BYTES
-        made[-1].append(piece)
-        end = offsets[piece] + size
-        room -= size
-    return made

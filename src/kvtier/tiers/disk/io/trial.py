@@ -14,44 +14,22 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import numpy as np
 
 from kvtier.core.errors import CacheError, TierError
 from kvtier.core.system.plugins import load_plugin
 from kvtier.devices.base import CopyBatch, Direction, Memory
+from kvtier.devices.driver_device import DriverDevice
 from kvtier.tiers.disk.io.base import IO_ALIGNMENT, Int64s, Uint64s
-from kvtier.tiers.disk.io.vendors import KINDS
+from kvtier.tiers.disk.io.direct import DirectEngine
+from kvtier.tiers.disk.io.vendors import VENDORS
 
 NUM_BYTES: Final = 32 << 20
 """Bytes moved in each direction."""
 PIECE_BYTES: Final = 128 << 10
 """Bytes of a piece, about one layer of a block. Pieces are scattered in memory."""
-
-
-class TrialDriver(Protocol):
-    """Part of a device's driver that a trial needs."""
-
-    @property
-    def identity(self) -> str: ...
-
-    def use(self) -> None: ...
-
-
-class TrialDevice(Protocol):
-    """A device over a vendor's driver."""
-
-    name: str
-    driver: TrialDriver
-
-    def allocate(self, nbytes: int) -> Memory: ...
-
-    def free(self, memory: Memory) -> None: ...
-
-    def copy(self, batch: CopyBatch, direction: Direction) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +51,7 @@ def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> T
     """Write a pattern from accelerator memory to a file, read it back elsewhere, and compare.
 
     Args:
-        kind: library, as ``KINDS`` names it.
+        kind: library, as ``VENDORS`` names it.
         device_name: accelerator, as torch names it.
         path: an existing file.
         num_bytes: bytes to move in each direction.
@@ -82,9 +60,9 @@ def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> T
         CacheError: the accelerator or the library failed.
         OSError: the file or a transfer failed.
     """
-    make_engine, plugin = KINDS[kind]
+    vendor = VENDORS[kind]
     with ExitStack() as stack:
-        device = cast(TrialDevice, load_plugin("devices", plugin)(device_name, _no_compute))
+        device = cast(DriverDevice, load_plugin("devices", vendor.device)(device_name, _no_compute))
         stack.callback(device.close)
         accelerator = device.driver.identity
         # Twice the bytes, to read back to other addresses; one page more, for alignment.
@@ -95,7 +73,7 @@ def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> T
         fd = os.open(path, os.O_RDWR | os.O_DIRECT)
         stack.callback(os.close, fd)
         os.posix_fallocate(fd, 0, num_bytes)
-        engine = make_engine(fd, [memory], device.driver.use)
+        engine = DirectEngine(vendor, fd, [memory], device.driver.use)
         stack.callback(engine.close)
         words = ", ".join(finding.found for finding in engine.findings())
 
@@ -128,7 +106,7 @@ def _no_compute() -> None:
 
 
 def _copy(
-    device: TrialDevice, memory: Memory, content: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    device: DriverDevice, memory: Memory, content: np.ndarray[tuple[int], np.dtype[np.uint8]],
     direction: Direction,
 ) -> None:  # fmt: skip
     """Copy ``content`` to accelerator memory, or fill it from there."""

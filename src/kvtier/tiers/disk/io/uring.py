@@ -10,9 +10,8 @@ import numpy as np
 
 from kvtier.core.errors import TierError
 from kvtier.core.hot import UringRing
-from kvtier.core.system.process import OwnerProcess
 from kvtier.devices.base import Finding, Memory
-from kvtier.tiers.disk.io.base import Int64s, IoEngine, Uint32s, Uint64s, check_batch, is_direct
+from kvtier.tiers.disk.io.base import Int64s, IoEngine, Uint32s, Uint64s, check_batch
 
 PIECE_BYTES = 4 << 20
 """Maximum bytes of a request; a larger block takes several. The kernel splits requests that are too
@@ -42,11 +41,8 @@ class UringEngine(IoEngine):
     def __init__(self, fd: int, buffers: Sequence[Memory] = (), queue_depth: int = 32) -> None:
         if UringRing is None:
             raise TierError("disk", "io_uring", "the native core is missing")
-        self._process = OwnerProcess()
-        self._fd = fd
-        self._direct = is_direct(fd)
+        super().__init__(fd)
         self._depth = queue_depth
-        self._is_closed = False
         try:
             fuse_bytes = min(FUSED_BYTES, PIECE_BYTES)
             self._rings = [
@@ -72,11 +68,6 @@ class UringEngine(IoEngine):
             notes.append(f"memory is not registered: {os.strerror(-refused)}{remedy}")
         return notes
 
-    def read(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
-    ) -> Int64s:
-        return self._transfer(False, offsets, addresses, sizes, deadline_s)[0]
-
     def read_checked(
         self,
         offsets: Int64s,
@@ -86,18 +77,9 @@ class UringEngine(IoEngine):
         deadline_s: float | None = None,
     ) -> tuple[Int64s, Uint32s]:
         """Read a batch; compute checksums while other blocks are still in flight."""
-        done, crcs = self._transfer(False, offsets, addresses, sizes, deadline_s, num_checked)
+        done, crcs = self._submit(False, offsets, addresses, sizes, deadline_s, num_checked)
         assert crcs is not None
         return done, crcs
-
-    def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
-    ) -> Int64s:
-        return self._transfer(True, offsets, addresses, sizes, deadline_s)[0]
-
-    def sync(self) -> None:
-        self._check_open()
-        os.fdatasync(self._fd)
 
     def findings(self) -> list[Finding]:
         note = "; ".join(dict.fromkeys(self._notes))
@@ -108,6 +90,16 @@ class UringEngine(IoEngine):
         self._rings.clear()
 
     def _transfer(
+        self,
+        write: bool,
+        offsets: Int64s,
+        addresses: Uint64s,
+        sizes: Int64s,
+        deadline_s: float | None,
+    ) -> Int64s:
+        return self._submit(write, offsets, addresses, sizes, deadline_s)[0]
+
+    def _submit(
         self,
         write: bool,
         offsets: Int64s,
