@@ -19,7 +19,7 @@ pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang"
 import requests
 
 from kvtier.tiers.disk.format.records import RecordKind, Records
-from kvtier.tiers.disk.recovery.replay import read_journal, replay
+from kvtier.tiers.disk.inspect.report import read_content
 from tests.engines.sglang.servers import PAGE, Answer, Server, linker, prompt, server, storage
 
 NUM_PAGES = 3
@@ -34,10 +34,7 @@ CLOSE = 1e-4
 def _blocks(folder: Path) -> Records:
     """Return the records of all pages that the only slab has acknowledged."""
     (journal,) = folder.rglob("journal")
-    with journal.open("rb") as file:
-        records, size = read_journal(journal.parent, file.fileno(), 1 << 16)
-    del size
-    table = replay(records, 1 << 16).table
+    table = read_content(journal.parent).table
     return table[table["kind"] == RecordKind.PUT]
 
 

@@ -17,8 +17,8 @@ from kvtier.layout import DType, KVGroup, full_attention
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
-from kvtier.tiers.disk.format.records import Records, as_keys
-from kvtier.tiers.disk.recovery.replay import read_journal, replay
+from kvtier.tiers.disk.format.records import RECORD, Records, as_keys
+from kvtier.tiers.disk.inspect.report import read_content
 
 SMALL = full_attention(2, 2, 4, DType.FLOAT16, 2)
 """128 bytes per block: never aligned, so every block is bounced."""
@@ -40,9 +40,10 @@ def block(name: bytes, num_bytes: int) -> bytes:
 
 def records_of(folder: Path, num_slots: int) -> Records:
     """``RECORD`` [num_slots]: the current record of each slot in the slab's journal."""
-    with (folder / "journal").open("rb") as file:
-        records, _ = read_journal(folder, file.fileno(), num_slots)
-    return replay(records, num_slots).table
+    table = np.zeros(num_slots, RECORD)
+    found = read_content(folder).table
+    table[found["slot"]] = found
+    return table
 
 
 class Clock:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvtier.core.types import Slot
 from kvtier.tiers import Outcome
-from kvtier.tiers.disk.format import compaction, journal, log
+from kvtier.tiers.disk import slab as slabs
+from kvtier.tiers.disk.format import compaction, journal
 from kvtier.tiers.disk.format.records import RECORD, RECORD_BYTES, RecordKind, Records
 from kvtier.tiers.disk.format.rows import SlotRows
 from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
@@ -33,10 +34,10 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (compaction, log):
+    for module in (compaction, slabs):
         monkeypatch.setattr(module, "SLICE_RECORDS", 3)
-    monkeypatch.setattr(log, "STEP_RECORDS", 5)
-    monkeypatch.setattr(log, "PACE", 2)
+    monkeypatch.setattr(slabs, "STEP_RECORDS", 5)
+    monkeypatch.setattr(slabs, "PACE", 2)
 
 
 def decided(here: Harness) -> Records:
@@ -214,13 +215,13 @@ def test_what_was_appended_meanwhile_must_be_read_back(tmp_path: Path, small_sli
         here.put(50)
         size = slab.journal_bytes
         here.put(51)
-        assert slab._log._compaction is not None, "it was over at once"
+        assert slab._compaction is not None, "it was over at once"
         with (here.options.path / "journal").open("r+b") as file:
             file.seek(size)
             damaged = file.read(1)[0] ^ 1
             file.seek(size)
             file.write(bytes([damaged]))
-        while slab._log._compaction is not None:
+        while slab._compaction is not None:
             slab.compact_if_due()
         assert generation(here) == 0
         assert (here.options.path / "journal.new").stat().st_size == 0

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from kvtier.core.errors import ConfigError
 from kvtier.plan import WriteBudget
-from kvtier.tiers.disk.format.records import RECORD, RecordKind, are_valid, as_keys, blank, seal
-from kvtier.tiers.disk.format.rows import SlotRows
+from kvtier.tiers.disk.format.records import (
+    RECORD,
+    RecordKind,
+    are_valid,
+    as_keys,
+    as_words,
+    blank,
+    seal,
+)
 from kvtier.tiers.disk.format.superblock import (
     DataMark,
     Membership,
@@ -21,9 +28,8 @@ from kvtier.tiers.disk.format.superblock import (
     decode,
     decode_both,
 )
-from kvtier.tiers.disk.recovery.recovery import Recovery, newest
-from kvtier.tiers.disk.recovery.replay import recovered, replay
-from kvtier.tiers.disk.recovery.trust import encode
+from kvtier.tiers.disk.format.trust import encode
+from kvtier.tiers.disk.recovery import Recovery, newest
 from kvtier.tiers.disk.slots import DiskSlots, in_order
 from kvtier.tiers.storage import Outcome
 from tests.tiers.disk.harness import harness, key, records_of
@@ -141,53 +147,14 @@ events = st.lists(
 )
 
 
-@given(events=events, seed=st.integers(0, 2**32))
-def test_replay_is_the_last_record_of_each_slot(
-    events: list[tuple[RecordKind, int, int, bool]], seed: int
-) -> None:
-    """Records in any order, damaged ones among them: the highest seq counts, as in a dictionary."""
-    records = np.concatenate([blank(0, RecordKind.PUT), *(blank(1, kind) for kind, *_ in events)])
-    records["seq"] = np.arange(1, len(events) + 1)
-    last: dict[int, tuple[RecordKind, int, int]] = {}
-    num_invalid = num_beyond = 0
-    for record, (_, slot, name, _right) in zip(records, events, strict=True):
-        record["slot"], record["namespace"] = slot, name
-        record["key"] = key(name)
-    seal(records)
-    for at, (kind, slot, name, is_right) in enumerate(events):
-        if not is_right:
-            num_invalid += 1
-            records["depth"][at] ^= 1
-        elif kind is not RecordKind.NAMESPACE:
-            if slot < NUM_SLOTS:
-                last[slot] = (kind, name, at + 1)
-            else:
-                num_beyond += 1
-    rng = np.random.default_rng(seed)
-    found = replay(records[rng.permutation(len(records))], NUM_SLOTS)
-    assert (found.num_invalid, found.num_beyond) == (num_invalid, num_beyond)
-    assert found.num_records == len(events) - num_invalid
-    for slot in range(NUM_SLOTS):
-        row = found.table[slot]
-        told = (row["kind"], row["seq"], row["key"].tobytes())
-        if slot in last:
-            kind, name, seq = last[slot]
-            assert told == (kind, seq, key(name))
-        else:
-            assert told == (0, 0, bytes(32))
-
-    newest: dict[int, int] = {}
-    for slot, (kind, name, _) in sorted(last.items(), key=lambda item: item[1][2]):
-        if kind is RecordKind.PUT:
-            newest[name] = slot
-    assert sorted(recovered(found.table).slots.tolist()) == sorted(newest.values())
-
-
 @given(events=events, seed=st.integers(0, 2**32), piece=st.integers(1, 7))
-def test_recovery_in_pieces_is_the_replay_of_the_whole(
+def test_recovery_is_the_last_record_of_each_slot(
     events: list[tuple[RecordKind, int, int, bool]], seed: int, piece: int
 ) -> None:
-    """The records may be in any order, and cut anywhere."""
+    """As in a dictionary, whatever the order of the records, however they are cut in pieces.
+
+    Of equal sequence numbers the last record counts. Some of the records are damaged.
+    """
     rng = np.random.default_rng(seed)
     records = np.concatenate([blank(0, RecordKind.PUT), *(blank(1, kind) for kind, *_ in events)])
     records["seq"] = rng.integers(0, 30, len(events))
@@ -197,19 +164,41 @@ def test_recovery_in_pieces_is_the_replay_of_the_whole(
     records["time"], records["depth"] = rng.integers(0, 300, (2, len(events)))
     seal(records)
     records["depth"][[not right for *_, right in events]] ^= 1
-    whole, found = replay(records, NUM_SLOTS), Recovery(NUM_SLOTS)
+    found = Recovery(NUM_SLOTS)
     for start in range(0, len(records), piece):
         found.add(records[start : start + piece])
+
+    last: dict[int, int] = {}
+    names: dict[int, bytes] = {}
+    num_beyond = 0
+    right = [at for at, event in enumerate(events) if event[3]]
+    for at in sorted(right, key=lambda at: (int(records["seq"][at]), at)):
+        if events[at][0] is RecordKind.NAMESPACE:
+            continue
+        if events[at][1] < NUM_SLOTS:
+            last[events[at][1]] = at
+        else:
+            num_beyond += 1
+    for at in right:
+        if events[at][0] is RecordKind.NAMESPACE:
+            names[events[at][2]] = key(events[at][2])
+    table = np.zeros(NUM_SLOTS, RECORD)
+    for slot, at in last.items():
+        table[slot] = records[at]
     for field in ("kind", "seq", "crc", "data_crc"):
-        assert (found.rows[field] == whole.table[field]).all()
-    puts = np.flatnonzero(whole.table["kind"] == RecordKind.PUT)
-    assert found.rows.keys[puts].tobytes() == whole.table["key"][puts].tobytes()
-    for name in ("namespaces", "next_seq", "num_records", "num_invalid", "num_beyond"):
-        assert getattr(found, name) == getattr(whole, name)
-    assert sorted(newest(found.rows, puts)) == sorted(recovered(whole.table).slots)
+        assert (found.rows[field] == table[field]).all()
+    puts = np.flatnonzero(table["kind"] == RecordKind.PUT)
+    assert found.rows.keys[puts].tobytes() == table["key"][puts].tobytes()
+    assert (found.num_records, found.num_invalid) == (len(right), len(events) - len(right))
+    assert (found.num_beyond, found.namespaces) == (num_beyond, names)
+    assert found.next_seq == 1 + max((int(records["seq"][at]) for at in right), default=0)
+
+    words, seqs = as_words(found.rows.keys[puts]), found.rows.seqs(puts)
+    by_key = {words[at].tobytes(): at for at in np.argsort(seqs, kind="stable").tolist()}
+    assert sorted(newest(words, seqs)) == sorted(by_key.values())
     slots = DiskSlots(found.rows.kinds, puts, found.ages)
     slots.check_invariants()
-    rows = whole.table[puts]
+    rows = table[puts]
     order = np.lexsort((-rows["depth"].astype(np.int64), rows["time"] // 60))
     ages = found.ages[slots.unclaimed()]
     assert (ages == found.ages[puts[order]]).all()
@@ -230,26 +219,22 @@ def test_blocks_leave_by_age_however_far_apart_they_are(
 
 
 def test_keys_that_agree_in_eight_bytes_are_two_blocks() -> None:
-    keys = [b"12345678" + bytes([last]) * 24 for last in (3, 1, 2, 1)]
-    table = blank(4, RecordKind.PUT)
-    table["slot"], table["seq"], table["key"] = range(4), [5, 6, 7, 4], as_keys(keys)
-    rows = SlotRows(4)
-    rows.set(table)
-    assert recovered(table).slots.tolist() == [1, 2, 0]
-    assert newest(rows, np.arange(4)).tolist() == [0, 1, 2]
+    keys = as_keys([b"12345678" + bytes([last]) * 24 for last in (3, 1, 2, 1)])
+    assert sorted(newest(as_words(keys), np.array([5, 6, 7, 4]))) == [0, 1, 2]
 
 
 @given(st.binary(max_size=1000))
-def test_any_bytes_can_be_replayed(content: bytes) -> None:
+def test_any_bytes_can_be_recovered(content: bytes) -> None:
     records = np.frombuffer(content[: len(content) // 64 * 64], RECORD)
-    found = replay(records, NUM_SLOTS)
+    found = Recovery(NUM_SLOTS)
+    found.add(records)
     assert found.num_invalid + found.num_records == len(records)
 
 
 def test_more_namespaces_than_numbers_share_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.tiers.disk.format.log.MAX_NAMESPACES", 3)
+    monkeypatch.setattr("kvtier.tiers.disk.slab.MAX_NAMESPACES", 3)
     with harness(tmp_path, 8) as here:
         slots = here.tier.allocate(6)
         assert slots is not None

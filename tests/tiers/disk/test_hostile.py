@@ -16,12 +16,17 @@ from kvtier.core.system.memory import available_bytes
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.format.limits import BYTES_PER_SLOT, MAX_SEQUENCE, most_journal_bytes
-from kvtier.tiers.disk.format.records import RECORD_BYTES, RecordKind, as_keys, blank, seal
-from kvtier.tiers.disk.format.rows import SlotRows
+from kvtier.tiers.disk.format.records import (
+    RECORD_BYTES,
+    RecordKind,
+    as_keys,
+    as_words,
+    blank,
+    seal,
+)
 from kvtier.tiers.disk.inspect.check import check_slab
 from kvtier.tiers.disk.inspect.report import report_slab
-from kvtier.tiers.disk.recovery.recovery import newest
-from kvtier.tiers.disk.recovery.replay import read_journal, recovered, replay, replay_named
+from kvtier.tiers.disk.recovery import Recovery, newest, recover
 from tests.tiers.disk.command import run
 from tests.tiers.disk.forging import forge_superblock, read_records, write_records
 from tests.tiers.disk.harness import SLOT_BYTES, SMALL, Arena, harness, key, records_of
@@ -185,9 +190,10 @@ def test_highest_sequence_that_is_read_can_be_counted_on_from(slab: Path) -> Non
 def test_sequences_are_compared_as_they_are_however_large() -> None:
     records = blank(2, RecordKind.PUT)
     records["seq"] = [BIG, 0]
-    records["depth"] = [1, 2]
     seal(records)
-    assert replay(records, 1).table["depth"].tolist() == [1]
+    found = Recovery(1)
+    found.add(records)
+    assert found.rows["seq"].tolist() == [BIG]
 
 
 def test_journal_larger_than_its_slots_explain_is_refused(slab: Path) -> None:
@@ -253,38 +259,19 @@ def test_records_around_holes_are_all_read(tmp_path: Path) -> None:
             file.seek(page)
             file.write(content[page : page + (5 if start == starts[0] else 1) * 4096])
         file.flush()
-        found, size = read_journal(tmp_path, file.fileno(), 300)
+        found, size = recover(tmp_path, file.fileno(), 300, 300)
     assert size == len(content) + 17
-    assert len(found) < len(content) // RECORD_BYTES
-    assert replay(found, 300).table["seq"].tolist() == list(range(300))
-
-
-@pytest.mark.parametrize("num_slots", [5, 1000])
-def test_replay_of_named_slots_is_that_of_all_without_the_others(num_slots: int) -> None:
-    rng = np.random.default_rng(num_slots)
-    records = blank(40, RecordKind.PUT)
-    records["kind"] = rng.integers(1, 6, 40)
-    records["slot"] = rng.integers(0, num_slots + 1, 40)
-    records["seq"] = rng.permutation(40)
-    records["namespace"] = rng.integers(0, 4, 40)
-    seal(records)
-    whole, named = replay(records, num_slots), replay_named(records, num_slots)
-    assert whole.table[whole.table["kind"] != 0].tobytes() == named.table.tobytes()
-    assert whole.namespaces == named.namespaces
-    assert whole.next_seq == named.next_seq
+    assert found.num_records == 300
+    assert found.num_invalid < len(content) // RECORD_BYTES - 300
+    assert found.rows["seq"].tolist() == list(range(300))
 
 
 def test_keys_made_to_agree_in_eight_bytes_are_found_one_by_one() -> None:
     """A hundred thousand of them: a walk over all for each would take hours."""
     num = 100_000
     keys = [b"12345678" + number.to_bytes(8, "big") * 3 for number in range(num)]
-    rows, table = SlotRows(num), blank(num, RecordKind.PUT)
-    table["slot"] = table["seq"] = range(num)
-    table["key"] = as_keys(keys)
-    rows.set(table)
-    assert newest(rows, np.arange(num)).tolist() == list(range(num))
-    assert sorted(recovered(table).slots.tolist()) == list(range(num))
-    listed = SlotTable(rows.keys, np.arange(num))
+    assert sorted(newest(as_words(as_keys(keys)), np.arange(num))) == list(range(num))
+    listed = SlotTable(as_keys(keys), np.arange(num))
     missing = b"12345678" + b"\xff" * 24
     assert listed.find(as_keys([*keys, missing])).tolist() == [*range(num), -1]
 

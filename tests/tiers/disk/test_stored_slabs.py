@@ -43,7 +43,7 @@ def test_blocks_of_an_earlier_kvtier_are_found_and_right(
 ) -> None:
     with harness(stored / case, 8, num_parts) as here:
         everything_is_there(here)
-        assert NAMESPACE in here.tier.parts[0].slab._log._names
+        assert NAMESPACE in here.tier.parts[0].slab._names
         here.put(7)
         here.reopen()
         assert here.get(*range(8)) == [OK] * 6 + [CORRUPT, OK]

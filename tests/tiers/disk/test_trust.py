@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk.format.records import RecordKind, Records, blank, seal
 from kvtier.tiers.disk.format.superblock import Membership, Superblock
+from kvtier.tiers.disk.format.trust import decode, encode, num_bytes_of
 from kvtier.tiers.disk.inspect.check import check_slab
-from kvtier.tiers.disk.recovery.trust import decode, encode, num_bytes_of
 from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.harness import SLOT_BYTES, Harness, harness, key
 

@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.devices.base import CopyBatch, Device, Direction, Memory
 from kvtier.devices.copies import Copies
+from kvtier.tiers.disk.arrays import Bools, Int64s, Uint64s
 from kvtier.tiers.disk.health import DiskHealth
 from kvtier.tiers.disk.io import open_direct
 from kvtier.tiers.disk.io.direct import DirectEngine
 from kvtier.tiers.pieces import Pieces
-
-Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
 class Accelerator:
@@ -94,7 +91,7 @@ class Accelerator:
         """Record the outcome of direct reads."""
         self._health.note("read", done)
 
-    def copy(self, src: npt.NDArray[np.uint64], dst: npt.NDArray[np.uint64], size: Int64s) -> None:
+    def copy(self, src: Uint64s, dst: Uint64s, size: Int64s) -> None:
         """Copy pieces from the buffer to the accelerator's memory.
 
         A piece that spans two allocations is split: no driver copies across them.

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import inf
 from threading import Thread
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.core.hot import SlotTable
 from kvtier.core.types import BlockKey, BlockName, Slot
@@ -19,28 +18,29 @@ from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.base import SlotAllocator
 from kvtier.tiers.breaker import BreakerState
+from kvtier.tiers.disk.arrays import Bools, Int64s
 from kvtier.tiers.disk.direct import Pool, PoolPath, describe_path
 from kvtier.tiers.disk.format.membership import leave
-from kvtier.tiers.disk.format.records import KEY_BYTES, RecordKind, Records, same_keys
+from kvtier.tiers.disk.format.records import KEY_BYTES, RecordKind, Records, as_words, same_keys
 from kvtier.tiers.disk.format.rows import SlotRows
 from kvtier.tiers.disk.health import DiskHealth
 from kvtier.tiers.disk.inspect.scrub import ScrubResult
 from kvtier.tiers.disk.opening import open_slabs, wanted
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.part import DiskPart
-from kvtier.tiers.disk.recovery.recovered_keys import SlabKeys, complete
-from kvtier.tiers.disk.recovery.recovery import newest
+from kvtier.tiers.disk.recovery import complete, newest
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.memory.slots import check_slots
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.storage import KeptKeys, Outcome
+from kvtier.tiers.storage import KeptKeys, Keys, Outcome
 
 logger = logging.getLogger(__name__)
 
-Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+LOOKED_UP: Final = 1 << 13
+"""Number of slots to look up at a time; other lookups have to wait meanwhile."""
+
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
@@ -239,7 +239,9 @@ class DiskBlocks(SlotAllocator):
         slots = np.flatnonzero(kinds == RecordKind.PUT)
         self.listed = SlotTable(self._rows.keys, slots)
         if len(self.listed) < len(slots):  # a key twice, after a crash
-            older, slots = slots, newest(self._rows, slots)
+            older = slots
+            keys = as_words(self._rows.keys[older])
+            slots = np.sort(older[newest(keys, self._rows.seqs(older))])
             self._replaced = np.setdiff1d(older, slots)
             self.listed = SlotTable(self._rows.keys, slots)
         ages = [slab.take_ages() for slab in slabs]
@@ -389,6 +391,42 @@ class DiskBlocks(SlotAllocator):
                 part.close()
             if is_clean:
                 leave([part.slab for part in self.parts])
+
+
+class SlabKeys(KeptKeys):
+    """Keys of the slots in which a restart found blocks. Replaced blocks are left out."""
+
+    def __init__(self, slab: Slab, slots: DiskSlots, can_load: bool) -> None:
+        self._slab = slab
+        self._states = slots
+        self._slots = slots.to_drop if can_load else slots.to_drop[:0]
+        self._first_number = slab.numbers.next
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._slots)
+
+    def in_order(self, start: int, end: int) -> Keys:
+        return self._of(self._slots[start:end].astype(np.int64))
+
+    @property
+    def num_places(self) -> int:
+        return len(self._slab.table) if len(self._slots) else 0
+
+    def at(self, start: int, end: int) -> Keys:
+        return self._of(np.arange(start, min(end, self.num_places)))
+
+    def _of(self, slots: Int64s) -> Keys:
+        """Return the keys of slots, looked up in pieces, so that other lookups can run between."""
+        ends = range(LOOKED_UP, len(slots), LOOKED_UP)
+        return np.concatenate([self._some_of(part) for part in np.split(slots, ends)])
+
+    def _some_of(self, slots: Int64s) -> Keys:
+        records, _ = self._slab.look_up(slots)
+        is_kept = (records["kind"] == RecordKind.PUT) & (records["seq"] < self._first_number)
+        is_kept &= self._states.have_blocks(slots)  # drops the older of two slots with one key
+        keys: Keys = np.ascontiguousarray(records["key"])[is_kept]
+        return keys
 
 
 def _as_list(keys: Records) -> list[BlockKey]:

@@ -16,13 +16,13 @@ from functools import partial
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.core.errors import DeviceError
 from kvtier.core.hot import copy_batch
 from kvtier.devices.base import Memory
 from kvtier.tiers.crc_join import block_crcs, joined_crcs
 from kvtier.tiers.disk.accelerator import Accelerator
+from kvtier.tiers.disk.arrays import Bools, Int64s, Uint32s, Uint64s
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.memory import pages
 from kvtier.tiers.pieces import HOST_KINDS, Pieces
@@ -35,10 +35,6 @@ LEAST_PIECE_BYTES = 8 << 10
 """Minimum average size of a block's pieces for vectored I/O. Copying smaller pieces through a
 buffer is faster than the kernel's handling of single pieces (``benchmarks.disk.direct``)."""
 
-Int64s = npt.NDArray[np.int64]
-Uint64s = npt.NDArray[np.uint64]
-Uint32s = npt.NDArray[np.uint32]
-Bools = npt.NDArray[np.bool_]
 Transfer = Callable[[Int64s, Uint64s, Int64s, float | None], Int64s]
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import Direct, Slot, Verify
 from kvtier.devices.base import Device, Finding, Memory
 from kvtier.tiers.base import MemoryTier
+from kvtier.tiers.disk.arrays import Bools
 from kvtier.tiers.disk.bounce import ALIGNMENT, why_bounced
 from kvtier.tiers.disk.io.registered import RegisteredMemory
 from kvtier.tiers.disk.options import DiskOptions
@@ -20,8 +20,6 @@ from kvtier.tiers.pieces import HOST_KINDS, Pieces
 
 if TYPE_CHECKING:
     from kvtier.tiers.disk.io.probe import Probe
-
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,9 +10,9 @@ from threading import Lock
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.tiers.breaker import Breaker, BreakerState
+from kvtier.tiers.disk.arrays import Int64s
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class DiskHealth:
             then = "retry in progress" if is_tried else f"retry in {left_s:.0f} s"
             return f"{self.reason}; {then if left_s > 0 else 'retry with the next call'}"
 
-    def note(self, kind: str, done: npt.NDArray[np.int64], is_patient: bool = True) -> None:
+    def note(self, kind: str, done: Int64s, is_patient: bool = True) -> None:
         """Record the outcome of a batch: bytes or -errno per operation, in order.
 
         is_patient: whether the disk had enough time, so that a late answer is evidence.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import secrets
@@ -13,21 +14,26 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.system.private_files import open_file
 from kvtier.layout import KVGroup
 from kvtier.tiers.codecs.encryption import names_key
+from kvtier.tiers.disk.arrays import Bools
 from kvtier.tiers.disk.bounce import ALIGNMENT
 from kvtier.tiers.disk.format.folder import (
     DATA,
     JOURNAL,
+    LOCK,
+    NEW_JOURNAL,
+    NEW_SUPERBLOCK,
     SUPERBLOCK,
+    TRUST,
     OwnerLock,
     make_folder,
     open_data,
 )
+from kvtier.tiers.disk.format.journal import make_spare, max_journal_bytes
 from kvtier.tiers.disk.format.limits import (
     BYTES_PER_SLOT,
     DELETE_OR_MOVE,
@@ -37,9 +43,8 @@ from kvtier.tiers.disk.format.limits import (
     check_sequence,
     check_superblock,
 )
-from kvtier.tiers.disk.format.making import NO_ROOM, check_free, is_new, make_slab, too_full
 from kvtier.tiers.disk.format.membership import check_members, enter, set_id_of
-from kvtier.tiers.disk.format.records import RECORD_BYTES
+from kvtier.tiers.disk.format.records import RECORD_BYTES, header, seal
 from kvtier.tiers.disk.format.rows import SlotRows
 from kvtier.tiers.disk.format.superblock import (
     FORMAT_VERSION,
@@ -49,15 +54,16 @@ from kvtier.tiers.disk.format.superblock import (
     decode_both,
     describe,
 )
+from kvtier.tiers.disk.format.trust import mark_of, read_trust, reserve_trust
 from kvtier.tiers.disk.options import DiskOptions
-from kvtier.tiers.disk.recovery.recovery import Recovery, recover
-from kvtier.tiers.disk.recovery.replay import SLAB_ID_BYTES, Replay
-from kvtier.tiers.disk.recovery.trust import mark_of, read_trust
+from kvtier.tiers.disk.recovery import SLAB_ID_BYTES, JournalFacts, recover
 from kvtier.tiers.disk.sealing import ENCRYPTED, sealed_bytes
-from kvtier.tiers.disk.slab import Slab, SlabFiles
-from kvtier.tiers.disk.system import DiskSystem, read_at
+from kvtier.tiers.disk.slab import Slab, SlabFiles, write_superblock
+from kvtier.tiers.disk.system import DiskSystem, read_at, spare_bytes
 
 logger = logging.getLogger(__name__)
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def wanted(options: DiskOptions, group: KVGroup, num_parts: int = 1) -> Superblock:
@@ -136,7 +142,7 @@ def open_slabs(
             with _refusals_of(folder):
                 if folder not in held:
                     held[folder] = _own(folder, undo)
-                    _make_new(folder, want, set_id, system)
+                    _make(folder, dataclasses.replace(want, member=Membership(set_id)), system)
                 current, num_whole = read_superblock(folder)
                 slab = _recover(folder, held[folder], current, num_whole, want, system, clock)
                 undo.callback(slab.close, clean=False)
@@ -160,7 +166,9 @@ def check_folders(options: DiskOptions) -> None:
             if not is_new(folder):
                 read_superblock(folder)
                 has_bytes = (folder / DATA).lstat().st_blocks * 512
-            check_free(folder, part.capacity_bytes, has_bytes)
+            if part.capacity_bytes - has_bytes > spare_bytes(os.statvfs(folder)):
+                no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise _too_full(folder, part.capacity_bytes, no_space)
 
 
 def open_slab(folder: Path, system: DiskSystem, clock: Callable[[], float] = time.time) -> Slab:
@@ -200,12 +208,74 @@ def _own(folder: Path, undo: contextlib.ExitStack) -> OwnerLock:
     return owner
 
 
-def _make_new(folder: Path, want: Superblock, set_id: bytes, system: DiskSystem) -> None:
+# -- new slabs -------------------------------------------------------------------------------------
+
+
+def is_new(folder: Path) -> bool:
+    """Return whether the folder is missing, or has no slab and nothing but files of one.
+
+    Such files are left by a creation that was interrupted, and by a process under which the folder
+    was emptied: it writes some of them when it ends. A new file system has ``lost+found``, too.
+    """
+    try:
+        there = {each.name for each in folder.iterdir()}
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    is_interrupted = NEW_SUPERBLOCK in there and SUPERBLOCK not in there
+    return is_interrupted or not there - {JOURNAL, NEW_JOURNAL, TRUST, LOCK, "lost+found"}
+
+
+def _make(folder: Path, want: Superblock, system: DiskSystem) -> None:
+    """Create the files of an empty slab, and allocate all space that it will ever need.
+
+    The superblock is written last. Raises ``ConfigError`` if there is too little space. Created
+    files are removed then.
+    """
     if not is_new(folder):
         raise ConfigError(
             f"disk tier: another process created a slab in {folder} meanwhile; start again"
         )
-    make_slab(folder, dataclasses.replace(want, member=Membership(set_id)), system)
+    created = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+    fds: list[int] = []
+    try:
+        fds.append(new := open_file(folder / NEW_SUPERBLOCK, created))
+        fds.append(data := open_file(folder / DATA, created))
+        system.reserve(data, want.slot_bytes * want.num_slots)
+        fds.append(journal := open_file(folder / JOURNAL, created))
+        system.reserve_ahead(journal, max_journal_bytes(want.num_slots))
+        make_spare(folder, want.num_slots, system)
+        reserve_trust(folder, want.num_slots, system)
+        first = header(want.slab_id, want.generation)
+        seal(first)
+        system.write_at(journal, first.tobytes(), 0)
+        system.sync(data)
+        system.sync(journal)
+        for epoch in (0, 1):
+            empty = dataclasses.replace(want, epoch=epoch, journal_bytes=RECORD_BYTES)
+            write_superblock(new, empty, system)
+        system.replace(folder / NEW_SUPERBLOCK, folder / SUPERBLOCK)
+    except OSError as error:
+        for name in (JOURNAL, NEW_JOURNAL, DATA, TRUST, NEW_SUPERBLOCK):
+            with contextlib.suppress(OSError):
+                (folder / name).unlink(missing_ok=True)
+        if error.errno in NO_ROOM:
+            raise _too_full(folder, want.slot_bytes * want.num_slots, error) from error
+        raise
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _too_full(folder: Path, capacity_bytes: int, error: OSError) -> ConfigError:
+    """Return the error for a disk without room for the slab."""
+    found = os.statvfs(folder)
+    reason = error.strerror or "it is too full"
+    free = found.f_bavail * found.f_frsize
+    return ConfigError(
+        f"disk tier: a capacity of {capacity_bytes / 2**30:.2f} GiB does not fit into {folder}: "
+        f"{reason} ({free / 2**30:.2f} GiB are free, of which {spare_bytes(found) / 2**30:.2f} GiB "
+        "may be taken); lower disk_capacity or choose another path"
+    )
 
 
 # -- existing slabs --------------------------------------------------------------------------------
@@ -313,10 +383,11 @@ def _recover(
             rows = partial(_rows, folder, journal_fd, current) if is_cut else lambda: found.rows
             trusted = _trusted(folder, current, want, data_was, rows)
         try:
-            _fit(data_fd, data_was.st_size, want, system)
+            if data_was.st_size < want.slot_bytes * want.num_slots:  # also if it was cut short
+                system.reserve(data_fd, want.slot_bytes * want.num_slots)
         except OSError as error:
             if error.errno in NO_ROOM:
-                raise too_full(folder, want, error) from error
+                raise _too_full(folder, want.slot_bytes * want.num_slots, error) from error
             raise
         whole = journal_bytes // RECORD_BYTES * RECORD_BYTES
         if whole != journal_bytes:
@@ -354,7 +425,7 @@ def _trusted(
     want: Superblock,
     data: os.stat_result,
     was: Callable[[], SlotRows],
-) -> npt.NDArray[np.bool_] | None:
+) -> Bools | None:
     """Return which slots can be trusted without verification: bool [want.num_slots].
 
     These are the slots that the last owner trusted, if the data file did not change since. None if
@@ -379,7 +450,7 @@ def _rows(folder: Path, journal_fd: int, current: Superblock) -> SlotRows:
     return recover(folder, journal_fd, current.num_slots, current.num_slots)[0].rows
 
 
-def was_closed(current: Superblock, found: Recovery, journal_bytes: int) -> bool:
+def was_closed(current: Superblock, found: JournalFacts, journal_bytes: int) -> bool:
     """Return whether the slab was closed in order, and its journal is unchanged since."""
     return (
         current.is_clean
@@ -389,17 +460,10 @@ def was_closed(current: Superblock, found: Recovery, journal_bytes: int) -> bool
     )
 
 
-def check_same_slab(folder: Path, current: Superblock, found: Replay | Recovery) -> None:
+def check_same_slab(folder: Path, current: Superblock, found: JournalFacts) -> None:
     """Raise ``ConfigError`` if the journal belongs to another slab."""
     if found.slab_id is not None and found.slab_id != current.slab_id:
         raise ConfigError(
             f"disk tier: the journal in {folder} belongs to another slab "
             f"({found.slab_id.hex()}, superblock: {current.slab_id.hex()}); {DELETE_OR_MOVE}"
         )
-
-
-def _fit(data_fd: int, data_bytes: int, want: Superblock, system: DiskSystem) -> None:
-    """Allocate space for every slot, even if the file was cut short."""
-    needed = want.slot_bytes * want.num_slots
-    if data_bytes < needed:
-        system.reserve(data_fd, needed)

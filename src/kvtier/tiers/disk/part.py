@@ -9,12 +9,12 @@ from itertools import groupby
 from math import inf
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.core.errors import DeviceError, TierError
 from kvtier.core.types import BlockKey, BlockName, Direct, Durability, IoKind, Slot, keys_of
 from kvtier.devices.base import Finding, Memory
 from kvtier.tiers.disk.accelerator import Accelerator
+from kvtier.tiers.disk.arrays import Bools, Int64s, Uint32s, Uint64s
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
 from kvtier.tiers.disk.direct import Pool, PoolPath, check_library, choose, find_pool_path
 from kvtier.tiers.disk.format.records import RecordKind, Records, as_keys, same_keys
@@ -34,10 +34,6 @@ PATIENT_SHARE = 0.5
 """Share of the disk's own deadline. If a call with less time than this share times out, that is no
 evidence about the disk's health."""
 
-Int64s = npt.NDArray[np.int64]
-Uint64s = npt.NDArray[np.uint64]
-Uint32s = npt.NDArray[np.uint32]
-Bools = npt.NDArray[np.bool_]
 NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
@@ -227,58 +223,38 @@ class DiskPart:
             piece = slice(at, at := at + len(list(run)))
             if self.writes.num_opened > num_opened or time.monotonic() >= limit.ends_at:
                 break  # the rest would have to wait, too
-            self._store_run(
-                stored[piece],
-                namespace,
-                names[piece],
-                slots[piece],
-                blocks.pick(piece),
-                numbers[piece],
-                limit,
-            )
+            try:
+                self._store(
+                    stored[piece],
+                    namespace,
+                    names[piece],
+                    np.array(slots[piece], np.int64),
+                    blocks.pick(piece),
+                    numbers[piece],
+                    limit,
+                )
+            except OSError as error:
+                stored[piece] = False
+                self.writes.failed("journal", error)
         return stored
-
-    def _store_run(
-        self,
-        stored: Bools,
-        namespace: bytes,
-        names: Sequence[BlockName],
-        slots: Sequence[Slot],
-        blocks: Pieces,
-        numbers: Uint64s,
-        limit: _Limit,
-    ) -> None:
-        try:
-            self._store(
-                stored,
-                namespace,
-                as_keys(keys_of(names)),
-                np.array([name.depth for name in names], np.int64),
-                np.array(slots, np.int64),
-                blocks,
-                numbers,
-                limit,
-            )
-        except OSError as error:
-            stored[:] = False
-            self.writes.failed("journal", error)
 
     def _store(
         self,
         stored: Bools,
         namespace: bytes,
-        keys: Records,
-        depths: Int64s,
+        names: Sequence[BlockName],
         slots: Int64s,
         blocks: Pieces,
         numbers: Uint64s,
         limit: _Limit,
     ) -> None:
-        """Store blocks. The order of the writes matters.
+        """Store blocks of one namespace. The order of the writes matters.
 
         The caller has called ``empty`` before. A record is written only after the bytes of its
         slot.
         """
+        keys = as_keys(keys_of(names))
+        depths = np.array([name.depth for name in names], np.int64)
         power = self.options.durability is Durability.POWER
         done, crcs = self._writer.write(slots, blocks, limit.ends_at)
         self.writes.note("write", done, limit.is_patient)
@@ -451,16 +427,15 @@ class DiskPart:
         failed: list[Slot] = []
         for start in range(0, len(records), bounce.num_slots):
             part = records[start : start + bounce.num_slots]
-            checked = check_blocks(
+            done, right = check_blocks(
                 engine, bounce, part, self.num_bytes, self.options.read_deadline_s
             )
-            self.reads.note("read", checked.done)
-            wrong = (checked.done >= 0) & ~checked.right
-            self.slab.trust(part[checked.right])
-            corrupt += [Slot(slot) for slot in self._drop(part[wrong]).tolist()]
-            unreadable = part["slot"].astype(np.int64)[checked.done < 0]
-            failed += [Slot(slot) for slot in unreadable.tolist()]
-            self._quarantine(part["slot"].astype(np.int64), checked.done, self.reads)
+            self.reads.note("read", done)
+            self.slab.trust(part[right])
+            corrupt += [Slot(slot) for slot in self._drop(part[(done >= 0) & ~right]).tolist()]
+            places = part["slot"].astype(np.int64)
+            failed += [Slot(slot) for slot in places[done < 0].tolist()]
+            self._quarantine(places, done, self.reads)
         num_bytes = len(records) * self.slot_bytes
         return ScrubResult(len(records), num_bytes, tuple(corrupt), tuple(failed))
 

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
-import numpy.typing as npt
 
-from kvtier.tiers.disk.format.folder import OwnerLock
-from kvtier.tiers.disk.format.journal import Journal
-from kvtier.tiers.disk.format.log import Log
-from kvtier.tiers.disk.format.records import RecordKind, Records, blank
-from kvtier.tiers.disk.format.rows import SlotRows
-from kvtier.tiers.disk.format.sequence import Sequence
+from kvtier.core.system.private_files import open_file
+from kvtier.tiers.disk.arrays import Bools, Int64s, Uint32s, Uint64s
+from kvtier.tiers.disk.format.compaction import SLICE_RECORDS, Compaction
+from kvtier.tiers.disk.format.folder import JOURNAL, NEW_JOURNAL, OwnerLock
+from kvtier.tiers.disk.format.journal import (
+    COMPACT_FLOOR,
+    DUE_SHARE,
+    PACE,
+    STEP_RECORDS,
+    Journal,
+    make_spare,
+    max_journal_bytes,
+)
+from kvtier.tiers.disk.format.records import (
+    RecordKind,
+    Records,
+    SequenceNumbers,
+    are_live,
+    blank,
+    seal,
+)
 from kvtier.tiers.disk.format.superblock import (
     FORMAT_VERSION,
     HALF_BYTES,
@@ -25,17 +41,16 @@ from kvtier.tiers.disk.format.superblock import (
     Membership,
     Superblock,
 )
-from kvtier.tiers.disk.recovery.recovery import Recovery
-from kvtier.tiers.disk.recovery.trust import mark_of, write_trust
+from kvtier.tiers.disk.format.trust import mark_of, write_trust
+from kvtier.tiers.disk.recovery import Recovery
 from kvtier.tiers.disk.system import DiskSystem
 
 logger = logging.getLogger(__name__)
 
 MAX_U32 = 0xFFFFFFFF
-
-Int64s = npt.NDArray[np.int64]
-Uint64s = npt.NDArray[np.uint64]
-Bools = npt.NDArray[np.bool_]
+MAX_NAMESPACES = 0xFFFF
+UNNAMED = 0
+"""Number for namespaces without a number of their own, after all are used."""
 
 
 class Slab:
@@ -48,6 +63,10 @@ class Slab:
     thread at a time may call. A change that fails raises ``OSError`` and has no effect. In a forked
     child, changes raise ``Closed``.
 
+    A thread that changes slots holds ``_change_lock`` from its lookup to the append.
+    ``_table_lock`` is held for short memory accesses only, so no lookup waits for a disk or a
+    compaction.
+
     Args:
         folder: directory of the slab.
         lock: lock of the owner.
@@ -59,7 +78,9 @@ class Slab:
         clock: unix time, for records.
 
     Attributes:
+        table: deciding record of each slot, for use while no other thread uses the slab.
         numbers: source of sequence numbers for records; the slabs of a set share one.
+        compact_floor: number of dead records below which the journal is not compacted.
     """
 
     def __init__(
@@ -76,22 +97,27 @@ class Slab:
         self.folder = folder
         self.superblock = superblock
         self.data_fd, self.is_direct = files.data_fd, files.is_direct
+        self.table = found.rows
+        self.numbers = SequenceNumbers(found.next_seq)
+        self.compact_floor = COMPACT_FLOOR
         self._superblock_fd = files.superblock_fd
+        self._journal = Journal(files.journal_fd, files.journal_bytes, system)
         self._owner = lock
         self._system = system
         self._clock = clock
+        self._trusted = trusted
+        self._change_lock = Lock()
+        self._table_lock = Lock()
         self._has_lost_a_sync = False
         self._ages: Uint64s | None = found.ages
-        self.numbers = Sequence(found.next_seq)
-        journal = Journal(files.journal_fd, files.journal_bytes, system)
-        self._log = Log(folder, journal, found, trusted, system)
+        self._names = {digest: number for number, digest in found.namespaces.items()}
+        self._last_number = max(found.last_number, *found.namespaces, 0)
+        self._num_live = found.rows.num_live()
+        self._compaction: Compaction | None = None
+        self._is_compacting = False
+        self._num_seen = 0
 
     # -- queries -----------------------------------------------------------------------------------
-
-    @property
-    def table(self) -> SlotRows:
-        """Deciding record of each slot, for use while no other thread uses the slab."""
-        return self._log.rows
 
     def take_ages(self) -> Uint64s:
         """Return ``Recovery.ages``, once only: it is outdated as soon as slots change."""
@@ -102,11 +128,11 @@ class Slab:
     @property
     def num_dead(self) -> int:
         """Number of superseded records in the journal."""
-        return self._log.num_dead
+        return self._journal.num_records - self._num_live - len(self._names) - 1
 
     @property
     def journal_bytes(self) -> int:
-        return self._log.journal.num_bytes
+        return self._journal.num_bytes
 
     @property
     def num_missing_bytes(self) -> int:
@@ -117,18 +143,25 @@ class Slab:
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory used for the slots."""
-        return self._log.rows.num_bytes + self._log.trusted.nbytes
+        return self.table.num_bytes + self._trusted.nbytes
 
     def look_up(self, slots: Int64s) -> tuple[Records, Bools]:
         """Return the slots' records, with the fields kept in memory, and which slots are trusted.
 
         Never waits for a disk.
         """
-        return self._log.look_up(slots)
+        with self._table_lock:
+            return self.table.of(slots), self._trusted[slots]
 
     def trust(self, seen: Records) -> None:
-        """Mark the slots with these records as verified."""
-        self._log.trust(seen)
+        """Mark the slots with these records as verified, unless they were rewritten."""
+        with self._table_lock:
+            self._trusted[self._unchanged(seen)] = True
+
+    def _unchanged(self, seen: Records) -> Int64s:
+        """Return the slots that were not rewritten since their record was seen."""
+        slots = seen["slot"].astype(np.int64)
+        return np.asarray(slots[self.table.seqs(slots) == seen["seq"]], np.int64)
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -138,7 +171,7 @@ class Slab:
         keys: Records,
         depths: Int64s,
         slots: Int64s,
-        data_crcs: npt.NDArray[np.uint32],
+        data_crcs: Uint32s,
         numbers: Uint64s,
     ) -> Bools:
         """Record that the slots hold these blocks, whose data has been written.
@@ -155,11 +188,17 @@ class Slab:
             Bool [n]. False for a slot that has a newer record, for instance because it can't be
             read; that record stays in force.
         """
-        with self._log.changes:
-            is_newest: Bools = np.asarray(self._log.rows.seqs(slots) < numbers)
+        with self._change_lock:
+            is_newest: Bools = np.asarray(self.table.seqs(slots) < numbers)
             keys, depths, slots = keys[is_newest], depths[is_newest], slots[is_newest]
-            number, naming = self._log.number(namespace)
-            naming["seq"] = self.numbers.take(len(naming))
+            number = self._names.get(namespace, UNNAMED)
+            is_new = namespace not in self._names and self._last_number < MAX_NAMESPACES
+            naming = blank(int(is_new), RecordKind.NAMESPACE)
+            if is_new:
+                number = self._last_number + 1
+                naming["namespace"] = number
+                naming["key"] = np.frombuffer(namespace, "V32")
+                naming["seq"] = self.numbers.take(1)
             records = blank(len(slots), RecordKind.PUT)
             records["namespace"] = number
             records["slot"] = slots
@@ -169,20 +208,20 @@ class Slab:
             records["key"] = keys
             records["seq"] = numbers[is_newest]
             self._append(np.concatenate([naming, records]), trusted=slots)
-            if len(naming):
-                self._log.named(namespace, number)
+            if is_new:
+                self._names[namespace] = self._last_number = number
             return is_newest
 
     def delete(self, slots: Int64s) -> None:
         """Record that the slots are empty. Slots that are empty already need no record."""
-        with self._log.changes:
-            slots = slots[self._log.rows.kinds[slots] == RecordKind.PUT]
+        with self._change_lock:
+            slots = slots[self.table.kinds[slots] == RecordKind.PUT]
             self._append(self._about(slots, RecordKind.DEL))
 
     def delete_if_unchanged(self, seen: Records) -> Int64s:
         """Record that slots are empty if their record is still the ``seen`` one; return them."""
-        with self._log.changes:
-            slots = self._log.unchanged(seen)
+        with self._change_lock:
+            slots = self._unchanged(seen)
             self._append(self._about(slots, RecordKind.DEL))
             return slots
 
@@ -191,7 +230,7 @@ class Slab:
 
         If this record can't be written either, only this process knows.
         """
-        with self._log.changes:
+        with self._change_lock:
             self._append(self._about(slots, RecordKind.BAD))
 
     def _about(self, slots: Int64s, kind: RecordKind) -> Records:
@@ -206,16 +245,28 @@ class Slab:
         return min(max(0, int(self._clock())), MAX_U32)
 
     def _append(self, records: Records, trusted: Int64s | None = None) -> None:
-        if len(records):
-            self._owner.process.must_be_here("the slab")
-            self._log.append(records, trusted)
+        """Append ``records``, and make them the deciding ones. The caller holds ``_change_lock``.
+
+        trusted: slots whose data needs no verification.
+        """
+        if not len(records):
+            return
+        self._owner.process.must_be_here("the slab")
+        seal(records)
+        self._journal.append(records)
+        records = records[records["kind"] != RecordKind.NAMESPACE]
+        before = are_live(self.table.kinds[records["slot"]])
+        self._num_live += int(are_live(records["kind"]).sum()) - int(before.sum())
+        with self._table_lock:
+            self.table.set(records)
+            if trusted is not None:
+                self._trusted[trusted] = True
 
     def sync_journal(self) -> None:
         """Wait until the journal is on the medium."""
-        journal = self._log.journal
-        if not journal.is_synced:
+        if not self._journal.is_synced:
             try:
-                journal.sync()
+                self._journal.sync()
             except OSError:
                 self.distrust()
                 raise
@@ -227,45 +278,144 @@ class Slab:
         when it is read, by this process and after a restart.
         """
         self._has_lost_a_sync = True
-        self._log.distrust()
+        with self._table_lock:
+            self._trusted[:] = False
 
     # -- compaction --------------------------------------------------------------------------------
 
-    @property
-    def compact_floor(self) -> int:
-        """Number of dead records below which the journal is not compacted."""
-        return self._log.compact_floor
+    def reserve(self) -> None:
+        """Reserve space for the journal to grow, and for its successor.
 
-    @compact_floor.setter
-    def compact_floor(self, num_records: int) -> None:
-        self._log.compact_floor = num_records
+        A slab works without this space, until the file system is full.
+        """
+        try:
+            self._journal.reserve(max_journal_bytes(len(self.table)))
+            make_spare(self.folder, len(self.table), self._system)
+        except OSError as error:
+            logger.warning("no room reserved for the journal path=%s error=%s", self.folder, error)
 
     def compact_if_due(self) -> None:
-        """Continue a compaction, or begin one if enough records are dead."""
-        generation = self.superblock.generation + 1
-        if self._log.compact_if_due(self.superblock.slab_id, generation):
-            self._write_generation(generation)
+        """Continue a running compaction, or begin one if enough records are dead.
 
-    def _write_generation(self, generation: int) -> None:
+        Called after every stored batch. Each call copies ``STEP_RECORDS`` records, or more after a
+        large batch.
+        """
+        if self._is_compacting or self._journal.is_broken:
+            return
+        is_due = self.num_dead > max(DUE_SHARE * self._num_live, self.compact_floor)
+        if not is_due and self._compaction is None:
+            return
+        if self._compaction is None:
+            self._num_seen = self._journal.num_records
+        num_records = max(STEP_RECORDS, PACE * (self._journal.num_records - self._num_seen))
+        is_replaced = False
         try:
-            self._write_superblock(generation=generation)
+            is_replaced = self._compact_some(num_records)
         except OSError as error:
-            logger.warning("superblock not written path=%s error=%s", self.folder, error)
+            self.compact_floor = 2 * self.num_dead  # do not retry with every batch
+            logger.warning("journal not compacted path=%s error=%s", self.folder, error)
+        finally:
+            self._num_seen = self._journal.num_records
+        if is_replaced:
+            try:
+                self._write_superblock(generation=self.superblock.generation + 1)
+            except OSError as error:
+                logger.warning("superblock not written path=%s error=%s", self.folder, error)
 
     def compact(self) -> None:
-        """Compact the whole journal now. Other threads may use the slab meanwhile."""
-        generation = self.superblock.generation + 1
-        self._log.compact(self.superblock.slab_id, generation)
-        self._write_superblock(generation=generation)
+        """Copy the deciding records to a new journal, and replace the old one by it, now.
+
+        Other threads may append meanwhile; their records are copied, too.
+        """
+        self._drop_compaction()
+        while not self._compact_some(self._journal.num_records):
+            pass
+        self._write_superblock(generation=self.superblock.generation + 1)
 
     def mend(self) -> None:
         """Compact the journal if it can't be appended to. Raise ``OSError`` on failure."""
-        if self._log.journal.is_broken:
+        if self._journal.is_broken:
             self.compact()
 
-    def reserve(self) -> None:
-        """Reserve space for the journal to grow, and for its successor."""
-        self._log.reserve()
+    def _compact_some(self, num_records: int) -> bool:
+        """Copy ``num_records`` records of the old journal.
+
+        If few records are left, finish the compaction, and return True. After an error the old
+        journal stays in use.
+        """
+        self._is_compacting = True
+        try:
+            going = self._compaction = self._compaction or self._begin_compaction()
+            going.copy(num_records)
+            going.name(self._names)
+            going.fresh.sync()
+            if going.num_left > SLICE_RECORDS:
+                return False
+            self._finish_compaction(going)
+        except Exception:
+            self._drop_compaction()
+            raise
+        finally:
+            self._is_compacting = False
+        self._spare()
+        return True
+
+    def _begin_compaction(self) -> Compaction:
+        fd = open_file(self.folder / NEW_JOURNAL, os.O_RDWR | os.O_CREAT)
+        fresh = Journal(fd, 0, self._system)
+        generation = self.superblock.generation + 1
+        try:
+            if os.fstat(fd).st_size:  # truncating an empty file would free the reserved space
+                self._system.truncate(fd, 0)
+            with contextlib.suppress(OSError):
+                fresh.reserve(max_journal_bytes(len(self.table)))
+            with self._change_lock:  # so that each record is either in the table, or after the mark
+                slab_id = self.superblock.slab_id
+                return Compaction(self._journal, fresh, self.table, slab_id, generation)
+        except BaseException:
+            fresh.close()
+            raise
+
+    def _finish_compaction(self, going: Compaction) -> None:
+        """Replace the old journal by the new one. Changes wait meanwhile; lookups don't."""
+        with self._change_lock:
+            going.copy(going.num_left)
+            lost = going.missing()
+            if len(lost):
+                going.fresh.append(lost)
+                logger.warning("journal was damaged path=%s num=%d", self.folder, len(lost))
+            going.name(self._names)
+            if not going.fresh.is_synced:
+                going.fresh.sync()
+            self._replace_journal(going.fresh)
+            self._compaction = None
+            if len(lost):
+                with self._table_lock:
+                    self.table.set(lost)
+            used = going.is_used
+            self._names = {digest: each for digest, each in self._names.items() if used[each]}
+            self._last_number = max(self._names.values(), default=0)
+
+    def _replace_journal(self, fresh: Journal) -> None:
+        try:
+            self._system.replace(self.folder / NEW_JOURNAL, self.folder / JOURNAL)
+        except OSError as error:
+            # It is unknown which of the two journals the next owner will see.
+            self._journal.give_up(error)
+            raise
+        self._journal.close()
+        self._journal = fresh
+
+    def _drop_compaction(self) -> None:
+        """Discard an unfinished new journal."""
+        going, self._compaction = self._compaction, None
+        if going is not None:
+            going.fresh.close()
+            self._spare()
+
+    def _spare(self) -> None:
+        with contextlib.suppress(OSError):
+            make_spare(self.folder, len(self.table), self._system)
 
     # -- superblock, end ---------------------------------------------------------------------------
 
@@ -284,7 +434,7 @@ class Slab:
             member=member or self.superblock.member,
             is_clean=is_clean,
             data=data or DataMark(),
-            journal_bytes=self._log.journal.num_bytes,
+            journal_bytes=self._journal.num_bytes,
         )
         write_superblock(self._superblock_fd, current, self._system)
         self.superblock = current
@@ -304,16 +454,14 @@ class Slab:
         """
         if not self._owner.process.is_here:
             return False  # the owner still uses the slab
-        if self._log.journal.is_broken or self._has_lost_a_sync:
+        if self._journal.is_broken or self._has_lost_a_sync:
             return False
         try:
             data = mark_of(self._system.stamp(self.data_fd))
             self._system.sync(self.data_fd)
-            self._log.drop_compaction()
-            self._log.journal.sync()
-            write_trust(
-                self.folder, self._log.trusted, self._log.rows, self.superblock, self._system
-            )
+            self._drop_compaction()
+            self._journal.sync()
+            write_trust(self.folder, self._trusted, self.table, self.superblock, self._system)
             self._write_superblock(member=member, is_clean=True, data=data)
         except OSError as error:
             logger.warning("slab not closed in order path=%s error=%s", self.folder, error)
@@ -335,7 +483,9 @@ class Slab:
         finally:
             os.close(self.data_fd)
             os.close(self._superblock_fd)
-            self._log.close()
+            if self._compaction is not None:
+                self._compaction.fresh.close()
+            self._journal.close()
             self._owner.close()
 
 

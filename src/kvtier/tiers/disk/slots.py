@@ -11,13 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.types import Slot
+from kvtier.tiers.disk.arrays import Bools, Int64s, Uint32s, Uint64s
 from kvtier.tiers.disk.format.records import RecordKind
 from kvtier.tiers.memory.slots import check_count, check_slots
 
 FIRST_ROOM: Final = 1024
-
-Int64s = npt.NDArray[np.int64]
-Uint32s = npt.NDArray[np.uint32]
 
 
 class SlotState(IntEnum):
@@ -35,9 +33,7 @@ class DiskSlots:
     ages: uint64 [num_slots], age of each slot; the lowest one is evicted first.
     """
 
-    def __init__(
-        self, kinds: npt.NDArray[np.uint8], found: Int64s, ages: npt.NDArray[np.uint64]
-    ) -> None:
+    def __init__(self, kinds: npt.NDArray[np.uint8], found: Int64s, ages: Uint64s) -> None:
         num_slots = len(kinds)
         self._lock = Lock()
         self._state = np.zeros(num_slots, np.uint8)
@@ -100,7 +96,7 @@ class DiskSlots:
         self._state[slots] = SlotState.FREE
         self._free.put(np.sort(slots)[::-1])
 
-    def hold(self, slots: Int64s) -> npt.NDArray[np.bool_]:
+    def hold(self, slots: Int64s) -> Bools:
         """Claim unclaimed slots, and return which slots are in use now: bool [n].
 
         -1 stands for no slot. A slot appears at most once.
@@ -134,7 +130,7 @@ class DiskSlots:
         """
         return self._to_drop[self._num_passed :]
 
-    def have_blocks(self, slots: Int64s) -> npt.NDArray[np.bool_]:
+    def have_blocks(self, slots: Int64s) -> Bools:
         """Return which slots are in use or unclaimed: bool [n]."""
         state = self._state[slots]
         return np.asarray((state == SlotState.USED) | (state == SlotState.UNCLAIMED))
@@ -177,7 +173,7 @@ class DiskSlots:
             assert num_left == self.num_unclaimed, "an unclaimed block can't be dropped"
 
 
-def in_order(slots: Int64s, ages: npt.NDArray[np.uint64]) -> Uint32s:
+def in_order(slots: Int64s, ages: Uint64s) -> Uint32s:
     """Return slots sorted by age, and by number if equally old.
 
     Age and slot are packed into one 64-bit number if they fit: that sorts five times as fast as an

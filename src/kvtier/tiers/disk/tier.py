@@ -11,13 +11,13 @@ from pathlib import Path
 from threading import TIMEOUT_MAX, Lock
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.types import DISK, BlockKey, BlockName, Direct, Slot
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.breaker import BreakerState
+from kvtier.tiers.disk.arrays import Int64s
 from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.disk.format.records import as_keys
@@ -33,8 +33,6 @@ from kvtier.tiers.storage import (
     StorageSite,
     StorageTier,
 )
-
-Int64s = npt.NDArray[np.int64]
 
 HOST_ONLY = frozenset({"host"})
 NUM_KEYS_CHECKED = 16

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from kvtier.tiers.disk.arrays import Bools
 from kvtier.tiers.disk.format.journal import Journal
 from kvtier.tiers.disk.format.records import (
     RecordKind,
@@ -23,8 +23,6 @@ from kvtier.tiers.disk.format.rows import SlotRows
 
 SLICE_RECORDS: Final = 1 << 14
 """Number of records of the old journal that are read and compared at once: 1 MiB."""
-
-Bools = npt.NDArray[np.bool_]
 
 
 class Compaction:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.disk.format.sequence import Sequence as Numbers
+from kvtier.tiers.disk.format.records import SequenceNumbers
 from kvtier.tiers.disk.format.superblock import SET_ID_BYTES, Membership, Superblock
 from kvtier.tiers.disk.slab import Slab
 
@@ -93,7 +93,7 @@ def enter(slabs: Sequence[Slab], set_id: bytes) -> None:
         for slab in slabs:
             slab.mark_open(entered)
     first = entered.step % _NUM_STEPS * NUMBERS_PER_STEP
-    numbers = Numbers(max(first, *(slab.numbers.next for slab in slabs)))
+    numbers = SequenceNumbers(max(first, *(slab.numbers.next for slab in slabs)))
     for slab in slabs:
         slab.numbers = numbers
 

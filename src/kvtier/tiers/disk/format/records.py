@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from threading import Lock
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.hot import NATIVE, Keys, crc32c_rows
+from kvtier.tiers.disk.arrays import Bools, Int64s, Uint64s
 
 RECORD: Final = np.dtype(
     [
@@ -60,6 +62,23 @@ class RecordKind(IntEnum):
     """``slot`` can't be read or written. It is not used until a repair releases it."""
 
 
+class SequenceNumbers:
+    """Source of unique sequence numbers from ``next`` on. Thread-safe.
+
+    The slabs of a set share one source, so that all parts of a block can have the same number.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.next = first
+        self._lock = Lock()
+
+    def take(self, num: int) -> Uint64s:
+        """Return the next sequence numbers, ascending: uint64 [num]."""
+        with self._lock:
+            first, self.next = self.next, self.next + num
+        return np.arange(first, first + num, dtype=np.uint64)
+
+
 def blank(num_records: int, kind: RecordKind) -> Records:
     """Return records of one kind, with all other fields 0."""
     records = np.zeros(num_records, RECORD)
@@ -81,14 +100,14 @@ def seal(records: Records) -> None:
     records["crc"] = crc32c_rows(_body(records))
 
 
-def are_valid(records: Records) -> npt.NDArray[np.bool_]:
+def are_valid(records: Records) -> Bools:
     """Return which records have a right checksum, and a known version and kind: bool [n]."""
     right = records["crc"] == crc32c_rows(_body(records))
     kind = records["kind"]
     return np.asarray(right & (records["version"] == RECORD_VERSION) & (kind >= 1) & (kind <= 5))
 
 
-def are_live(kinds: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+def are_live(kinds: npt.NDArray[np.uint8]) -> Bools:
     """Return which kinds of deciding records a compaction has to keep: bool [n]."""
     return np.asarray((kinds == RecordKind.PUT) | (kinds == RecordKind.BAD))
 
@@ -106,22 +125,16 @@ def as_keys(keys: Sequence[bytes]) -> Records:
     return np.frombuffer(joined, "V32")
 
 
-def pick(records: Records, at: npt.NDArray[np.int64]) -> Records:
+def pick(records: Records, at: Int64s) -> Records:
     """Return ``records[at]``, but faster than NumPy's indexing of structured arrays."""
     return np.take(records.view(f"V{RECORD_BYTES}"), at).view(RECORD)
 
 
-def key_prefixes(records: Records) -> npt.NDArray[np.uint64]:
-    """Return the first 8 bytes of each key: uint64 [n]."""
-    words = records.view("<u8").reshape(len(records), RECORD_BYTES // 8)
-    return np.ascontiguousarray(words[:, (RECORD_BYTES - KEY_BYTES) // 8])
-
-
-def same_keys(left: Records, right: Records) -> npt.NDArray[np.bool_]:
+def same_keys(left: Records, right: Records) -> Bools:
     """Return which keys are equal in all 32 bytes: bool [n]."""
     return np.asarray((as_words(left) == as_words(right)).all(axis=1))
 
 
-def as_words(keys: Records) -> npt.NDArray[np.uint64]:
+def as_words(keys: Records) -> Uint64s:
     """Return the bytes of keys as words, to compare and to sort: uint64 [n, 4]."""
     return np.ascontiguousarray(keys).view("<u8").reshape(len(keys), KEY_BYTES // 8)

@@ -7,6 +7,7 @@ from typing import Final, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tiers.disk.arrays import Bools, Int64s, Uint64s
 from kvtier.tiers.disk.format.records import RECORD, RECORD_VERSION, RecordKind, Records, are_live
 from kvtier.tiers.memory import pages
 
@@ -14,9 +15,6 @@ ROW: Final = np.dtype([("key", "V32"), ("seq", "<u8"), ("crc", "<u4"), ("data_cr
 """One row is 48 bytes, three quarters of a cache line."""
 
 HUGE_FROM_BYTES: Final = 8 << 20
-
-Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
 class SlotRows:
@@ -56,7 +54,7 @@ class SlotRows:
         records["version"] = RECORD_VERSION
         return records
 
-    def seqs(self, slots: Int64s) -> npt.NDArray[np.uint64]:
+    def seqs(self, slots: Int64s) -> Uint64s:
         """Return the sequence numbers of the slots' records."""
         return np.asarray(self._rows["seq"][slots], np.uint64)
 

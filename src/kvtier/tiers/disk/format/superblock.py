@@ -22,7 +22,7 @@ import dataclasses
 import json
 import struct
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -35,6 +35,10 @@ HALF_BYTES: Final = 4096
 FLAG_CLEAN: Final = 1
 _HEAD: Final = struct.Struct("<8sI")
 _COMMON: Final = struct.Struct("<HHQQQQIIQQQ16s32s")
+_COMMON_FIELDS: Final = (
+    "version", "flags", "epoch", "slot_bytes", "block_bytes", "num_slots", "rank", "num_ranks",
+    "generation", "journal_bytes", "made_at", "slab_id", "layout",
+)  # fmt: skip
 _SET: Final = struct.Struct("<16sQQQQQq")
 _LENGTH: Final = struct.Struct("<I")
 _MAX_TEXT: Final = HALF_BYTES - _HEAD.size - _COMMON.size - _SET.size - _LENGTH.size
@@ -91,34 +95,14 @@ class Superblock:
     def encode(self) -> bytes:
         """Return the superblock's 4096 bytes."""
         text = self.description.encode()
-        member, data = self.member, self.data
+        encoded = {"flags": FLAG_CLEAN if self.is_clean else 0, "layout": self.layout.encode()}
         body = _COMMON.pack(
-            self.version,
-            FLAG_CLEAN if self.is_clean else 0,
-            self.epoch,
-            self.slot_bytes,
-            self.block_bytes,
-            self.num_slots,
-            self.rank,
-            self.num_ranks,
-            self.generation,
-            self.journal_bytes,
-            self.made_at,
-            self.slab_id,
-            self.layout.encode(),
+            *(encoded[name] if name in encoded else getattr(self, name) for name in _COMMON_FIELDS)
         )
-        body += _SET.pack(
-            member.set_id,
-            member.step,
-            member.session,
-            member.previous,
-            data.inode,
-            data.num_bytes,
-            data.mtime_ns,
-        )
+        body += _SET.pack(*dataclasses.astuple(self.member), *dataclasses.astuple(self.data))
         body = (body + _LENGTH.pack(len(text)) + text).ljust(HALF_BYTES - _HEAD.size, b"\0")
         assert len(body) == HALF_BYTES - _HEAD.size, "the description of the layout is too long"
-        return _HEAD.pack(MAGIC, _checksum(body)) + body
+        return _HEAD.pack(MAGIC, checksum_of(body)) + body
 
 
 def decode(half: bytes) -> Superblock | None:
@@ -131,49 +115,25 @@ def decode(half: bytes) -> Superblock | None:
         return None
     magic, checksum = _HEAD.unpack_from(half)
     body = half[_HEAD.size :]
-    if magic != MAGIC or checksum != _checksum(body):
+    if magic != MAGIC or checksum != checksum_of(body):
         return None
-    (
-        version,
-        flags,
-        epoch,
-        slot_bytes,
-        block_bytes,
-        num_slots,
-        rank,
-        num_ranks,
-        generation,
-        journal_bytes,
-        made_at,
-        slab_id,
-        layout,
-    ) = _COMMON.unpack_from(body)
+    common: dict[str, Any] = dict(zip(_COMMON_FIELDS, _COMMON.unpack_from(body), strict=True))
+    flags, layout = common.pop("flags"), common.pop("layout")
     at = _COMMON.size
     *whose, inode, num_bytes, mtime_ns = _SET.unpack_from(body, at)
-    member, data = Membership(*whose), DataMark(inode, num_bytes, mtime_ns)
     at += _SET.size
     (length,) = _LENGTH.unpack_from(body, at)
     at += _LENGTH.size
     texts = _text(layout.rstrip(b"\0")), _text(body[at : at + length])
-    if version == FORMAT_VERSION and (None in texts or at + length > len(body)):
+    if common["version"] == FORMAT_VERSION and (None in texts or at + length > len(body)):
         return None  # no owner writes this
     return Superblock(
-        slot_bytes=slot_bytes,
-        block_bytes=block_bytes,
-        num_slots=num_slots,
-        rank=rank,
-        num_ranks=num_ranks,
+        **common,
         layout=texts[0] or "",
         description=texts[1] or "",
-        slab_id=slab_id,
-        made_at=made_at,
-        epoch=epoch,
-        generation=generation,
-        journal_bytes=journal_bytes,
         is_clean=bool(flags & FLAG_CLEAN),
-        version=version,
-        member=member,
-        data=data,
+        member=Membership(*whose),
+        data=DataMark(inode, num_bytes, mtime_ns),
     )
 
 
@@ -203,5 +163,6 @@ def _text(content: bytes) -> str | None:
     return text if text.isprintable() else None
 
 
-def _checksum(body: bytes) -> int:
+def checksum_of(body: bytes) -> int:
+    """Return the crc32c of some bytes."""
     return crc32c(np.frombuffer(body, np.uint8).ctypes.data, len(body))

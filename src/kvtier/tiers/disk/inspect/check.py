@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.core.errors import TierError
 from kvtier.core.types import IoKind
+from kvtier.tiers.disk.arrays import Bools, Int64s
 from kvtier.tiers.disk.bounce import Bounce
 from kvtier.tiers.disk.format.folder import DATA, OwnerLock, open_data
 from kvtier.tiers.disk.format.limits import check_memory
@@ -20,14 +20,12 @@ from kvtier.tiers.disk.format.superblock import Superblock
 from kvtier.tiers.disk.inspect.report import NAME_A_SLAB, Content, read_content
 from kvtier.tiers.disk.inspect.scrub import check_blocks
 from kvtier.tiers.disk.opening import open_slab, read_superblock
-from kvtier.tiers.disk.recovery.replay import Replay
 from kvtier.tiers.disk.sealing import ENCRYPTED
 from kvtier.tiers.disk.system import DiskSystem
 
 BUFFER_BYTES = 16 << 20
 DEADLINE_S = 60.0
 
-Int64s = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]
 """Called with the number of blocks done, and of all blocks."""
 
@@ -111,7 +109,7 @@ def check_slab(
         path=str(folder),
         num_blocks=len(checked.live),
         num_bytes=len(checked.live) * content.superblock.slot_bytes,
-        bad_blocks=tuple(_bad_blocks(checked, content.found)),
+        bad_blocks=tuple(_bad_blocks(checked, content.found.namespaces)),
         num_damaged_records=content.found.num_invalid,
         num_whole_superblocks=content.num_whole,
         was_clean=content.superblock.is_clean,
@@ -128,14 +126,14 @@ class _Checked:
 
     live: Records
     live_done: Int64s
-    live_right: npt.NDArray[np.bool_]
+    live_right: Bools
     quarantined: Records
     quarantined_done: Int64s
     slot_bytes: int
 
 
 def _check(folder: Path, content: Content, progress: Progress, system: DiskSystem) -> _Checked:
-    superblock, table = content.superblock, content.found.table
+    superblock, table = content.superblock, content.table
     live = pick(table, np.flatnonzero(table["kind"] == RecordKind.PUT))
     quarantined = pick(table, np.flatnonzero(table["kind"] == RecordKind.BAD))
     fd, _ = open_data(folder / DATA, os.O_RDONLY)
@@ -150,17 +148,16 @@ def _check(folder: Path, content: Content, progress: Progress, system: DiskSyste
 
 def _read(
     fd: int, superblock: Superblock, records: Records, progress: Progress, system: DiskSystem
-) -> tuple[Int64s, npt.NDArray[np.bool_]]:
+) -> tuple[Int64s, Bools]:
     done, right = np.zeros(len(records), np.int64), np.zeros(len(records), bool)
     bounce = Bounce(BUFFER_BYTES // superblock.slot_bytes, superblock.slot_bytes)
     engine = system.open_engine(fd, IoKind.AUTO, [bounce.memory], bounce.num_slots)
     try:
         for start in range(0, len(records), bounce.num_slots):
             part = slice(start, start + bounce.num_slots)
-            checked = check_blocks(
+            done[part], right[part] = check_blocks(
                 engine, bounce, records[part], superblock.block_bytes, DEADLINE_S
             )
-            done[part], right[part] = checked.done, checked.right
             progress(min(start + bounce.num_slots, len(records)), len(records))
     finally:
         engine.close()
@@ -188,11 +185,11 @@ def _repair(folder: Path, checked: _Checked, system: DiskSystem) -> int:
     return len(released)
 
 
-def _bad_blocks(checked: _Checked, found: Replay) -> list[BadBlock]:
+def _bad_blocks(checked: _Checked, namespaces: dict[int, bytes]) -> list[BadBlock]:
     bad = []
     for at in np.flatnonzero(~checked.live_right).tolist():
         record, done = checked.live[at], int(checked.live_done[at])
         reason = "unreadable" if done < 0 else "short" if done < checked.slot_bytes else "checksum"
-        namespace = found.namespaces.get(int(record["namespace"]), b"").hex()
+        namespace = namespaces.get(int(record["namespace"]), b"").hex()
         bad.append(BadBlock(int(record["slot"]), record["key"].tobytes().hex(), namespace, reason))
     return bad

@@ -5,25 +5,34 @@ If all ranks of an engine have the same KV, one rank writes it and all ranks rea
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
 from collections.abc import Sequence
 from math import inf
+from pathlib import Path
 from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.errors import CacheError, ConfigError
+from kvtier.core.hot import SlotTable
+from kvtier.core.system.private_files import open_file
 from kvtier.core.types import DISK, BlockKey, BlockName
 from kvtier.devices.base import Finding
 from kvtier.layout import KVGroup
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
-from kvtier.tiers.disk.format.records import Records, as_keys
+from kvtier.tiers.disk.format.folder import DATA, JOURNAL, open_data
+from kvtier.tiers.disk.format.journal import read_records
+from kvtier.tiers.disk.format.records import RECORD_BYTES, RecordKind, Records, are_valid, as_keys
+from kvtier.tiers.disk.format.superblock import Superblock
 from kvtier.tiers.disk.health import DiskHealth
-from kvtier.tiers.disk.inspect.followed import FollowedSlab, follow
 from kvtier.tiers.disk.io import IoEngine
-from kvtier.tiers.disk.opening import wanted
+from kvtier.tiers.disk.opening import read_superblock, wanted
 from kvtier.tiers.disk.options import DiskOptions
+from kvtier.tiers.disk.recovery import PIECE_RECORDS, Recovery
 from kvtier.tiers.disk.sealing import make_sealing
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
@@ -31,7 +40,79 @@ from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
 
 logger = logging.getLogger(__name__)
 
+Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+
+
+class FollowedSlab:
+    """Files of a slab, opened for reading. One thread uses it.
+
+    The writer records in the journal that a slot is empty *before* it writes other data there. So
+    bytes that were read from a slot match its record if, after a further ``read_on``, that record
+    is still the deciding one. The two processes need no lock.
+
+    Attributes:
+        rows: deciding records.
+        slots: the slot of each key. A slot that is removed, because its bytes are wrong, comes back
+            when the writer records something new for it.
+
+    Raises ``OSError`` and ``CacheError`` if the files can't be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.superblock: Superblock = read_superblock(folder)[0]
+        with contextlib.ExitStack() as undo:
+            self.data_fd, self.is_direct = open_data(folder / DATA, os.O_RDONLY)
+            undo.callback(os.close, self.data_fd)
+            self._journal_fd = open_file(folder / JOURNAL, os.O_RDONLY)
+            undo.callback(os.close, self._journal_fd)
+            self._found = Recovery(self.superblock.num_slots)
+            self.rows = self._found.rows
+            self.slots = SlotTable(self.rows.keys, np.zeros(0, np.int64))
+            self._at = 0
+            self.read_on()
+            if self._found.slab_id not in (None, self.superblock.slab_id):
+                raise ConfigError(f"disk tier: {folder} has the journal of another slab")
+            undo.pop_all()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the open journal is still the slab's journal.
+
+        A compaction replaces it, and a slab may be deleted and made again.
+        """
+        try:
+            now = (self._folder / JOURNAL).stat()
+        except OSError:
+            return False
+        own = os.fstat(self._journal_fd)
+        return os.path.samestat(now, own) and own.st_size >= self._at
+
+    def read_on(self) -> None:
+        """Apply the records that were appended since the last call.
+
+        Invalid records at the end are left for the next call, because they may be incomplete. An
+        invalid record that is followed by a valid one is damaged, and skipped.
+        """
+        while True:
+            records = read_records(self._journal_fd, self._at, PIECE_RECORDS)
+            whole = np.flatnonzero(are_valid(records))
+            if not len(whole):
+                return
+            num = int(whole[-1]) + 1
+            self._take(records[:num])
+            self._at += num * RECORD_BYTES
+
+    def _take(self, records: Records) -> None:
+        slots = np.unique(records["slot"][records["slot"] < len(self.rows)]).astype(np.int64)
+        self.slots.remove(slots)  # while the rows still have the old keys
+        self._found.add(records)
+        self.slots.put(slots[self.rows.kinds[slots] == RecordKind.PUT])
+
+    def close(self) -> None:
+        os.close(self.data_fd)
+        os.close(self._journal_fd)
 
 
 class DiskReader(StorageTier):
@@ -84,7 +165,7 @@ class DiskReader(StorageTier):
                 slab = self._followed(may_open=is_free)
                 if slab is None or not self._health.is_passable:
                     return [Outcome.ABSENT] * len(keys)
-                slots = slab.find(as_keys(list(keys)))
+                slots = slab.slots.find(as_keys(list(keys)))
         finally:
             if is_free:
                 self._reading.release()
@@ -110,16 +191,19 @@ class DiskReader(StorageTier):
                 slab = self._followed(may_open=True)
                 if slab is None or not self._health.enter():
                     return [Outcome.FAILED] * len(keys)
-                slots = slab.find(as_keys(list(keys)))
+                slots = slab.slots.find(as_keys(list(keys)))
                 at = np.flatnonzero(slots >= 0)
-                records = slab.records_of(slots[at])
+                records = slab.rows.of(slots[at])
                 port = self._port(slab)
             done, crcs = port.read(slots[at], blocks.pick(at), np.ones(len(at), bool), ends_at)
             self._health.note("read", done)
             is_right = (crcs == records["data_crc"]) & (done == self._wanted.slot_bytes)
             with self._lock:
-                is_as_it_was = self._still_decide(slab, records)
-                slab.forget(slots[at[is_as_it_was & ~is_right & (done >= 0)]])
+                is_as_it_was = np.zeros(len(records), bool)  # not rewritten while it was read
+                with contextlib.suppress(OSError):
+                    slab.read_on()
+                    is_as_it_was = slab.rows.decide(records)
+                slab.slots.remove(slots[at[is_as_it_was & ~is_right & (done >= 0)]])
         outcomes = [Outcome.ABSENT] * len(keys)
         for each, num, right, same in zip(at, done, is_right, is_as_it_was, strict=True):
             if num < 0:
@@ -127,15 +211,6 @@ class DiskReader(StorageTier):
             elif same:
                 outcomes[each] = Outcome.THERE if right else Outcome.DAMAGED
         return outcomes
-
-    @staticmethod
-    def _still_decide(slab: FollowedSlab, records: Records) -> Bools:
-        """Return which slots were not rewritten while they were read."""
-        try:
-            slab.read_on()
-        except OSError:
-            return np.zeros(len(records), bool)
-        return slab.still_decide(records)
 
     def _followed(self, may_open: bool) -> FollowedSlab | None:
         """Return the slab, brought up to date; None if it is missing or has another layout.
@@ -151,16 +226,16 @@ class DiskReader(StorageTier):
         if not may_open:
             return None
         self._leave()
-        slab = follow(self._options.path)
-        if slab is not None and not self._fits(slab):
+        try:
+            slab = FollowedSlab(self._options.path)
+        except (CacheError, OSError):
+            return None
+        found, want = slab.superblock, self._wanted
+        if (found.layout, found.block_bytes) != (want.layout, want.block_bytes):
             slab.close()
-            slab = None
+            return None
         self._slab = slab
         return slab
-
-    def _fits(self, slab: FollowedSlab) -> bool:
-        found, want = slab.superblock, self._wanted
-        return (found.layout, found.block_bytes) == (want.layout, want.block_bytes)
 
     def _port(self, slab: FollowedSlab) -> BlockPort:
         if self._engine is None:

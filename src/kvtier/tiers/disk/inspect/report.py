@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.core.errors import TierError
 from kvtier.core.system.private_files import open_file
+from kvtier.tiers.disk.arrays import Uint32s
 from kvtier.tiers.disk.format.folder import JOURNAL, LOCK, owner_of
-from kvtier.tiers.disk.format.limits import check_sequence
-from kvtier.tiers.disk.format.records import RecordKind, Records, pick
+from kvtier.tiers.disk.format.limits import check_journal, check_memory, check_sequence
+from kvtier.tiers.disk.format.records import RECORD, RecordKind, Records, as_words, pick
 from kvtier.tiers.disk.format.superblock import Superblock
 from kvtier.tiers.disk.opening import check_same_slab, read_superblock
-from kvtier.tiers.disk.recovery.replay import Replay, read_journal, recovered, replay_named
+from kvtier.tiers.disk.recovery import JournalFacts, newest, read_pieces, stored
 
 AGES = (
     ("1 minute", 60),
@@ -95,11 +95,12 @@ class SlabReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """Content of superblock and journal. found: replay of the slots that have a record."""
+    """Content of superblock and journal. table: deciding record of each slot that has one."""
 
     superblock: Superblock
     num_whole: int
-    found: Replay
+    found: JournalFacts
+    table: Records
     journal_bytes: int
 
 
@@ -116,18 +117,24 @@ def read_content(folder: Path) -> Content:
     Raises ``ConfigError`` if there is no slab, ``TierError`` if it can't be read.
     """
     superblock, num_whole = read_superblock(folder, NAME_A_SLAB)
+    found = JournalFacts(superblock.num_slots)
     try:
         fd = open_file(folder / JOURNAL, os.O_RDONLY)
         try:
-            records, journal_bytes = read_journal(folder, fd, superblock.num_slots)
+            size = os.fstat(fd).st_size
+            check_journal(folder, size, superblock.num_slots)
+            num_bytes = sum(end - start for start, end in stored(fd, size))
+            check_memory(folder, 3 * num_bytes, "the journal")
+            pieces = read_pieces(folder, fd, size, superblock.num_slots)
+            records = np.concatenate([np.zeros(0, RECORD), *map(found.take, pieces)])
         finally:
             os.close(fd)
     except OSError as error:
         raise TierError("disk", f"read {folder / JOURNAL}", str(error)) from error
-    found = replay_named(records, superblock.num_slots)
     check_same_slab(folder, superblock, found)
     check_sequence(folder, found.next_seq)
-    return Content(superblock, num_whole, found, journal_bytes)
+    table = pick(records, newest(records["slot"][:, np.newaxis], records["seq"]))
+    return Content(superblock, num_whole, found, table, size)
 
 
 def report_slab(folder: Path, now: float) -> SlabReport:
@@ -137,9 +144,10 @@ def report_slab(folder: Path, now: float) -> SlabReport:
     """
     content = read_content(folder)
     superblock, found = content.superblock, content.found
-    blocks = pick(found.table, recovered(found.table).slots)
-    num_live = int((found.table["kind"] == RecordKind.PUT).sum())
-    num_bad = int((found.table["kind"] == RecordKind.BAD).sum())
+    live = content.table[content.table["kind"] == RecordKind.PUT]
+    blocks = pick(live, newest(as_words(live["key"]), live["seq"]))
+    num_live = len(live)
+    num_bad = int((content.table["kind"] == RecordKind.BAD).sum())
     has_header = found.generation is not None
     return SlabReport(
         path=str(folder),
@@ -201,7 +209,7 @@ def _namespaces(
         )
 
 
-def _ages(times: npt.NDArray[np.uint32], now: float, slot_bytes: int) -> Iterator[AgeReport]:
+def _ages(times: Uint32s, now: float, slot_bytes: int) -> Iterator[AgeReport]:
     ages = now - times.astype(np.float64)
     limits = np.array([seconds for _, seconds in AGES])
     counts = np.bincount(np.searchsorted(limits, ages, "right"), minlength=len(AGES) + 1)

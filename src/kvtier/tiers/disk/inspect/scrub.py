@@ -10,22 +10,10 @@ import numpy.typing as npt
 
 from kvtier.core.hot import crc32c_many
 from kvtier.core.types import Slot
+from kvtier.tiers.disk.arrays import Bools, Int64s
 from kvtier.tiers.disk.bounce import Bounce
 from kvtier.tiers.disk.format.records import RecordKind, Records
 from kvtier.tiers.disk.io import IoEngine
-
-Int64s = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Checked:
-    """Result per record.
-
-    done: int64 [n], bytes read or -errno. right: bool [n], whether length and checksum match.
-    """
-
-    done: npt.NDArray[np.int64]
-    right: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +38,11 @@ class ScrubResult:
 
 def check_blocks(
     engine: IoEngine, bounce: Bounce, records: Records, block_bytes: int, deadline_s: float
-) -> Checked:
-    """Read the blocks of at most ``bounce.num_slots`` records, and compare their checksums."""
+) -> tuple[Int64s, Bools]:
+    """Read the blocks of at most ``bounce.num_slots`` records, and compare their checksums.
+
+    Return the bytes read or -errno, and whether length and checksum match, per record.
+    """
     num = len(records)
     assert num <= bounce.num_slots, "more blocks than the buffer has room for"
     slot_bytes = bounce.slot_bytes
@@ -60,7 +51,7 @@ def check_blocks(
     addresses = bounce.addresses[:num]
     done = engine.read(records["slot"].astype(np.int64) * slot_bytes, addresses, sizes, deadline_s)
     crcs = crc32c_many(addresses, np.full(num, block_bytes, np.uint64))
-    return Checked(done, (done == slot_bytes) & (crcs == records["data_crc"]))
+    return done, np.asarray((done == slot_bytes) & (crcs == records["data_crc"]))
 
 
 class RoundRobin:

@@ -9,17 +9,12 @@ from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.core.errors import Closed
 from kvtier.core.hot import crc32c_many
 from kvtier.core.system.process import OwnerProcess
 from kvtier.devices.base import Finding
-
-Int64s = npt.NDArray[np.int64]
-Uint64s = npt.NDArray[np.uint64]
-Uint32s = npt.NDArray[np.uint32]
-Bools = npt.NDArray[np.bool_]
+from kvtier.tiers.disk.arrays import Int64s, Uint32s, Uint64s
 
 IO_ALIGNMENT: Final = 4096
 """With O_DIRECT, offsets, addresses and sizes are multiples of this. No current file system

@@ -28,13 +28,10 @@ import numpy as np
 from kvtier.core.errors import DeviceError, TierError
 from kvtier.devices.base import Fence, Finding, Memory
 from kvtier.devices.library import DriverError
+from kvtier.tiers.disk.arrays import Bools, Int64s, Uint32s, Uint64s
 from kvtier.tiers.disk.io.base import (
     IO_ALIGNMENT,
-    Bools,
-    Int64s,
     IoEngine,
-    Uint32s,
-    Uint64s,
     check_batch,
     runs,
 )

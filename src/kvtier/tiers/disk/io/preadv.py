@@ -14,11 +14,10 @@ from contextlib import suppress
 import numpy as np
 
 from kvtier.devices.base import Finding
+from kvtier.tiers.disk.arrays import Int64s, Uint64s
 from kvtier.tiers.disk.io.base import (
     IO_ALIGNMENT,
-    Int64s,
     IoEngine,
-    Uint64s,
     check_batch,
     runs,
 )

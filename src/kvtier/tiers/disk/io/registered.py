@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from kvtier.devices.base import Memory
-from kvtier.tiers.disk.io.base import Int64s, Uint64s
+from kvtier.tiers.disk.arrays import Int64s, Uint64s
 
 MAX_RUN_BYTES: Final = 16 << 20
 """Maximum bytes of one call: cuFile's default. Deadlines are checked between calls."""

@@ -22,7 +22,8 @@ from kvtier.core.errors import CacheError, TierError
 from kvtier.core.system.plugins import load_plugin
 from kvtier.devices.base import CopyBatch, Direction, Memory
 from kvtier.devices.driver_device import DriverDevice
-from kvtier.tiers.disk.io.base import IO_ALIGNMENT, Int64s, Uint64s
+from kvtier.tiers.disk.arrays import Int64s, Uint64s
+from kvtier.tiers.disk.io.base import IO_ALIGNMENT
 from kvtier.tiers.disk.io.direct import DirectEngine
 from kvtier.tiers.disk.io.vendors import VENDORS
 

@@ -11,7 +11,8 @@ import numpy as np
 from kvtier.core.errors import TierError
 from kvtier.core.hot import UringRing
 from kvtier.devices.base import Finding, Memory
-from kvtier.tiers.disk.io.base import Int64s, IoEngine, Uint32s, Uint64s, check_batch
+from kvtier.tiers.disk.arrays import Int64s, Uint32s, Uint64s
+from kvtier.tiers.disk.io.base import IoEngine, check_batch
 
 PIECE_BYTES = 4 << 20
 """Maximum bytes of a request; a larger block takes several. The kernel splits requests that are too

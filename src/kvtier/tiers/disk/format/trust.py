@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from kvtier.core.hot import crc32c
 from kvtier.core.system.private_files import open_file
+from kvtier.tiers.disk.arrays import Bools
 from kvtier.tiers.disk.format.folder import TRUST
 from kvtier.tiers.disk.format.records import RecordKind, Records
 from kvtier.tiers.disk.format.rows import SlotRows
-from kvtier.tiers.disk.format.superblock import DataMark, Superblock
+from kvtier.tiers.disk.format.superblock import DataMark, Superblock, checksum_of
 from kvtier.tiers.disk.system import DiskSystem, read_at
 
 MAGIC: Final = b"kvttrst2"
@@ -33,7 +32,6 @@ _HEAD: Final = struct.Struct("<8sI")
 _WHOSE: Final = struct.Struct("<16sQQ")
 _RECORDS: Final = struct.Struct("<I")
 
-Bools = npt.NDArray[np.bool_]
 Columns = Records | SlotRows
 """``kind`` and ``crc`` of each slot's deciding record. There may be more slots than needed."""
 
@@ -55,7 +53,7 @@ def encode(trusted: Bools, table: Columns, superblock: Superblock) -> bytes:
     whose = _WHOSE.pack(superblock.slab_id, superblock.member.session, len(trusted))
     records = _RECORDS.pack(_of_records(trusted, table))
     body = whose + records + np.packbits(trusted, bitorder="little").tobytes()
-    return _HEAD.pack(MAGIC, _checksum(body)) + body
+    return _HEAD.pack(MAGIC, checksum_of(body)) + body
 
 
 def decode(content: bytes, table: Callable[[], Columns], superblock: Superblock) -> Bools | None:
@@ -73,7 +71,7 @@ def decode(content: bytes, table: Callable[[], Columns], superblock: Superblock)
     magic, checksum = _HEAD.unpack_from(content)
     body = content[_HEAD.size :]
     whose = _WHOSE.pack(superblock.slab_id, superblock.member.session, num_slots)
-    if magic != MAGIC or checksum != _checksum(body) or not body.startswith(whose):
+    if magic != MAGIC or checksum != checksum_of(body) or not body.startswith(whose):
         return None
     bits = np.frombuffer(body, np.uint8, offset=_WHOSE.size + _RECORDS.size)
     trusted = np.unpackbits(bits, count=num_slots, bitorder="little").astype(bool)
@@ -84,7 +82,7 @@ def decode(content: bytes, table: Callable[[], Columns], superblock: Superblock)
 def _of_records(trusted: Bools, table: Columns) -> int:
     """Return one checksum over the deciding records of the trusted slots."""
     counts = trusted & (table["kind"][: len(trusted)] == RecordKind.PUT)
-    return _checksum(np.where(counts, table["crc"][: len(trusted)], 0).astype("<u4").tobytes())
+    return checksum_of(np.where(counts, table["crc"][: len(trusted)], 0).astype("<u4").tobytes())
 
 
 def read_trust(folder: Path, table: Callable[[], Columns], superblock: Superblock) -> Bools | None:
@@ -128,7 +126,3 @@ def reserve_trust(folder: Path, num_slots: int, system: DiskSystem) -> None:
 def mark_of(found: os.stat_result) -> DataMark:
     """Return the state of the data file that a later owner compares."""
     return DataMark(found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-def _checksum(body: bytes) -> int:
-    return crc32c(np.frombuffer(body, np.uint8).ctypes.data, len(body))

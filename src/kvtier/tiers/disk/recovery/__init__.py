@@ -1,1 +1,0 @@
-"""From a slab's journal back to its blocks after a restart."""
