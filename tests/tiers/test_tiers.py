@@ -82,105 +82,92 @@ def _machine(root: Path, files: dict[str, str]) -> Path:
 MEMINFO = {"proc/meminfo": "MemTotal: 64 kB\nMemAvailable:      40 kB\nSwapFree: 1 kB\n"}
 
 
-def test_without_a_control_group_free_memory_is_the_limit(tmp_path: Path) -> None:
-    left, why = available_bytes(_machine(tmp_path, MEMINFO))
-    assert left == 40 * 1024
-    assert "machine" in why
+def _group(folder: str, limit: object, current: int, **more: str) -> dict[str, str]:
+    """Return the files of a control group of version 2."""
+    files = {"memory.max": str(limit), "memory.current": str(current)}
+    files |= {f"memory.{name}": text for name, text in more.items()}
+    return {f"sys/fs/cgroup/{folder}{name}": text for name, text in files.items()}
 
 
-def test_control_group_version_2_limits(tmp_path: Path) -> None:
-    group = {"sys/fs/cgroup/memory.max": "30000\n", "sys/fs/cgroup/memory.current": "10000\n"}
-    left, why = available_bytes(_machine(tmp_path, MEMINFO | group))
-    assert left == 20000
-    assert "control group" in why
+SERVICE = "system.slice/kvtier.service"
+V1 = "sys/fs/cgroup/memory/"
+LIMITS = {
+    "no control group": ({}, 40 * 1024, "machine"),
+    "version 2": (_group("", 30000, 10000), 20000, "control group"),
+    "unlimited": (_group("", "max", 10000), 40 * 1024, "machine"),
+    "unlimited by a number": (_group("", 9223372036854771712, 10000), 40 * 1024, "machine"),
+    "version 1": (
+        {f"{V1}memory.limit_in_bytes": "30000\n", f"{V1}memory.usage_in_bytes": "12000\n"},
+        18000,
+        "control group",
+    ),
+    # ``MemoryMax=`` of systemd: the limit stands in the service's group, none in the root.
+    "own group of a service": (
+        {
+            "proc/self/cgroup": f"0::/{SERVICE}\n",
+            "sys/fs/cgroup/cgroup.controllers": "memory\n",
+            **_group(f"{SERVICE}/", 30000, 10000, stat="inactive_file 5000\n"),
+        },
+        25000,
+        f"control group /{SERVICE}",
+    ),
+    "a group above": (
+        {
+            "proc/self/cgroup": "0::/user.slice/a.slice/b.scope\n",
+            **_group("user.slice/", 20000, 19000),
+            **_group("user.slice/a.slice/", "max", 9000),
+            **_group("user.slice/a.slice/b.scope/", 30000, 9000),
+        },
+        1000,
+        "control group /user.slice",
+    ),
+    "version 1 has a group per controller": (
+        {
+            "proc/self/cgroup": f"12:cpu,cpuacct:/elsewhere\n5:memory:/{SERVICE}\n0::/init.scope\n",
+            f"{V1}{SERVICE}/memory.limit_in_bytes": "30000\n",
+            f"{V1}{SERVICE}/memory.usage_in_bytes": "12000\n",
+            f"{V1}{SERVICE}/memory.stat": "inactive_file 1\ntotal_inactive_file 2000\n",
+        },
+        20000,
+        f"control group /{SERVICE}",
+    ),
+    # Reading a model fills the group with pages that the kernel reclaims when memory is needed.
+    "files in the page cache": (
+        _group("", 30000, 29000, stat="anon 4000\ninactive_file 25000\nactive_file 0\n"),
+        26000,
+        "control group",
+    ),
+}
+"""Files besides ``MEMINFO``, the bytes that are left, and what limits them."""
 
 
-def test_control_group_version_1_limits(tmp_path: Path) -> None:
-    folder = "sys/fs/cgroup/memory/memory"
-    group = {f"{folder}.limit_in_bytes": "30000\n", f"{folder}.usage_in_bytes": "12000\n"}
-    assert available_bytes(_machine(tmp_path, MEMINFO | group))[0] == 18000
-
-
-def test_limit_of_the_own_group_of_a_service_is_seen(tmp_path: Path) -> None:
-    """``MemoryMax=`` of systemd: the limit stands in the service's group, none in the root."""
-    own = "sys/fs/cgroup/system.slice/kvtier.service"
-    group = {
-        "proc/self/cgroup": "0::/system.slice/kvtier.service\n",
-        "sys/fs/cgroup/cgroup.controllers": "memory\n",
-        f"{own}/memory.max": "30000\n",
-        f"{own}/memory.current": "10000\n",
-        f"{own}/memory.stat": "inactive_file 5000\n",
-    }
-    left, why = available_bytes(_machine(tmp_path, MEMINFO | group))
-    assert left == 25000
-    assert "control group /system.slice/kvtier.service" in why
+@pytest.mark.parametrize("case", LIMITS)
+def test_the_lowest_limit_counts(tmp_path: Path, case: str) -> None:
+    files, expected, limited_by = LIMITS[case]
+    left, why = available_bytes(_machine(tmp_path, MEMINFO | files))
+    assert left == expected
+    assert limited_by in why
 
 
 def test_memory_in_all_is_the_machines_or_that_of_a_group_above(tmp_path: Path) -> None:
-    machine = {"proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 40 kB\n"}
-    assert total_bytes(_machine(tmp_path / "a", machine))[0] == 100 * 1024
+    assert total_bytes(_machine(tmp_path / "a", MEMINFO))[0] == 64 * 1024
     group = {
         "proc/self/cgroup": "0::/user.slice/a.slice\n",
         "sys/fs/cgroup/user.slice/memory.max": "20000\n",
     }
-    total, why = total_bytes(_machine(tmp_path / "b", machine | group))
+    total, why = total_bytes(_machine(tmp_path / "b", MEMINFO | group))
     assert total == 20000
     assert "control group /user.slice" in why
 
 
-def test_limit_of_a_group_above_counts_for_all_below(tmp_path: Path) -> None:
-    group = {
-        "proc/self/cgroup": "0::/user.slice/a.slice/b.scope\n",
-        "sys/fs/cgroup/user.slice/memory.max": "20000\n",
-        "sys/fs/cgroup/user.slice/memory.current": "19000\n",
-        "sys/fs/cgroup/user.slice/a.slice/memory.max": "max\n",
-        "sys/fs/cgroup/user.slice/a.slice/memory.current": "9000\n",
-        "sys/fs/cgroup/user.slice/a.slice/b.scope/memory.max": "30000\n",
-        "sys/fs/cgroup/user.slice/a.slice/b.scope/memory.current": "9000\n",
-    }
-    left, why = available_bytes(_machine(tmp_path, MEMINFO | group))
-    assert left == 1000
-    assert "control group /user.slice" in why
-
-
-def test_version_1_has_a_group_per_controller(tmp_path: Path) -> None:
-    folder = "sys/fs/cgroup/memory/system.slice/kvtier.service/memory"
-    group = {
-        "proc/self/cgroup": (
-            "12:cpu,cpuacct:/elsewhere\n5:memory:/system.slice/kvtier.service\n0::/init.scope\n"
-        ),
-        f"{folder}.limit_in_bytes": "30000\n",
-        f"{folder}.usage_in_bytes": "12000\n",
-        f"{folder}.stat": "inactive_file 1\ntotal_inactive_file 2000\n",
-    }
-    assert available_bytes(_machine(tmp_path, MEMINFO | group))[0] == 20000
-
-
 @pytest.mark.parametrize("name", ["/docker/0123", "/../../../other", "kvtier", "", "/\udcff"])
 def test_group_that_a_container_can_not_see_is_its_root(tmp_path: Path, name: str) -> None:
-    group = {"sys/fs/cgroup/memory.max": "30000\n", "sys/fs/cgroup/memory.current": "10000\n"}
-    root = _machine(tmp_path, MEMINFO | group)
+    root = _machine(tmp_path, MEMINFO | _group("", 30000, 10000))
     (root / "proc/self").mkdir()
     (root / "proc/self/cgroup").write_bytes(f"0::{name}\n".encode(errors="surrogateescape"))
     (tmp_path / "memory.max").write_text("1")
     (tmp_path / "memory.current").write_text("1")
     assert available_bytes(root)[0] == 20000
-
-
-def test_files_in_the_page_cache_are_not_in_the_way(tmp_path: Path) -> None:
-    """Reading a model fills the group with pages that the kernel reclaims when memory is needed."""
-    group = {
-        "sys/fs/cgroup/memory.max": "30000\n",
-        "sys/fs/cgroup/memory.current": "29000\n",
-        "sys/fs/cgroup/memory.stat": "anon 4000\ninactive_file 25000\nactive_file 0\n",
-    }
-    assert available_bytes(_machine(tmp_path, MEMINFO | group))[0] == 26000
-
-
-@pytest.mark.parametrize("limit", ["max", "9223372036854771712"])
-def test_unlimited_control_group_does_not_limit(tmp_path: Path, limit: str) -> None:
-    group = {"sys/fs/cgroup/memory.max": limit, "sys/fs/cgroup/memory.current": "10000"}
-    assert available_bytes(_machine(tmp_path, MEMINFO | group))[0] == 40 * 1024
 
 
 def test_without_either_the_limit_is_unknown_and_large(tmp_path: Path) -> None:

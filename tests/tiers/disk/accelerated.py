@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.types import BlockKey, BlockName, Slot, Verify
-from kvtier.devices.base import Finding, Memory
+from kvtier.devices.base import Memory
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention, named_layout, repack
 from kvtier.testing import host_memory
@@ -21,8 +21,10 @@ from kvtier.tiers import DeviceTier, Outcome, Pieces
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.disk.format.records import as_keys
+from kvtier.tiers.disk.io.vendors import VENDORS
 from tests.devices.drivers import environment, host_compute, make_device
 from tests.kit.fakes.storage import Cancel, StorageFake
+from tests.tiers.disk.harness import finding
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -81,6 +83,9 @@ class Accelerated:
         cuts: Sequence[int] = (),
     ) -> None:
         self.fake, self.device, self._stack = on_fake(name, compute)
+        self.prefix = next(
+            vendor.prefix for vendor in VENDORS.values() if vendor.device == self.fake.vendor
+        )
         self.folder = folder
         self.group = group
         layout = named_layout(order, group, NUM_BLOCKS + 2)
@@ -120,6 +125,17 @@ class Accelerated:
         )
         self.tiers.append(tier)
         return tier
+
+    def stored(self, **options: object) -> DiskTier:
+        """Return a tier that has stored, and trusts, all blocks; the pool is zeroed."""
+        tier = self.open(**options)
+        assert tier.put(names(), self.in_host(), 60) == THERE
+        self.fill_pool(0)
+        return tier
+
+    def num_calls(self, name: str) -> int:
+        """Return how often the file library was called by ``name``, without the prefix."""
+        return self.fake.count(self.prefix + name)
 
     def in_host(self, at: Sequence[int] = range(NUM_BLOCKS)) -> Pieces:
         """Return the location of blocks in host memory, to be stored."""
@@ -179,10 +195,7 @@ def hang(harness: Accelerated, tier: DiskTier) -> list[Outcome]:
     return outcomes
 
 
-def line_of(tier: DiskTier, topic: str) -> Finding:
-    """Return the finding about ``topic``."""
-    (line,) = [line for line in tier.findings() if line.topic.startswith(topic)]
-    return line
+line_of = finding
 
 
 def on_disk(tier: DiskTier, folder: Path, block: int, at: int, value: int) -> None:

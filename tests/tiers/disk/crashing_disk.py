@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from kvtier.devices.base import Memory
 from kvtier.tiers.disk import DiskSystem, IoKind
+from kvtier.tiers.disk.arrays import Int64s, Uint64s
 from kvtier.tiers.disk.io import IoEngine
-from kvtier.tiers.disk.io.base import Int64s, Uint64s
+from tests.tiers.disk.harness import Harness, harness
 from tests.tiers.disk.wrapped_engine import SECTOR_BYTES, WrappedEngine, open_plain
 
 
@@ -69,6 +70,30 @@ class CrashingDisk(DiskSystem):
         self.step()
         super().replace(source, target)
         self.step()
+
+
+def crashes(
+    folder: Path,
+    num_slots: int,
+    system: DiskSystem,
+    life: Callable[[Harness], object],
+    num_parts: int = 1,
+    **settings: object,
+) -> bool:
+    """Let a harness live until its system crashes; return whether it does."""
+    here = None
+    try:
+        with harness(folder, num_slots, num_parts, system=system, **settings) as here:
+            try:
+                life(here)
+            except Crash:
+                here.crash()
+                raise
+    except Crash:
+        if here is not None:
+            here.crash()
+        return True
+    return False
 
 
 class _CrashingEngine(WrappedEngine):

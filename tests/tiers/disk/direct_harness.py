@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier.devices.base import Memory
 from kvtier.devices.driver_device import DriverDevice
-from kvtier.tiers.disk.io.base import Int64s, Uint64s
+from kvtier.tiers.disk.arrays import Int64s, Uint64s
 from kvtier.tiers.disk.io.direct import DirectEngine, FileInterface
 from kvtier.tiers.disk.io.vendors import VENDORS
 from tests.devices.drivers import environment, host_compute, make_device

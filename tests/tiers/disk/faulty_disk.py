@@ -5,15 +5,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Event, Lock
 
 import numpy as np
 
 from kvtier.devices.base import Memory
 from kvtier.tiers.disk import DiskSystem, IoKind
+from kvtier.tiers.disk.arrays import Int64s, Uint64s
 from kvtier.tiers.disk.io import IoEngine
-from kvtier.tiers.disk.io.base import Int64s, Uint64s
 from tests.tiers.disk.wrapped_engine import SECTOR_BYTES, WrappedEngine, open_plain
 
 
@@ -32,7 +32,7 @@ class FaultyDisk(DiskSystem):
 
     def __init__(self) -> None:
         self.num_done = dict.fromkeys(self.OPERATIONS, 0)
-        self._faults: dict[tuple[str, int], Callable[[int], int]] = {}
+        self._faults: dict[tuple[str, int], int] = {}
         self.deadlines: list[tuple[str, float | None]] = []
         self._gates = {operation: Event() for operation in self.OPERATIONS}
         self._stalls = {operation: _Stall() for operation in self.OPERATIONS}
@@ -43,15 +43,15 @@ class FaultyDisk(DiskSystem):
     def fail(self, operation: str, nth: int = 1, code: int = errno.EIO, count: int = 1) -> None:
         """The ``nth`` operation from now, and ``count`` - 1 after it, fail with ``code``."""
         for number in range(nth, nth + count):
-            self._plan(operation, number, lambda _address: -code)
+            self._plan(operation, number, -code)
 
     def cut_short(self, operation: str, nth: int = 1, num_bytes: int = SECTOR_BYTES) -> None:
         """The ``nth`` read or write from now moves only ``num_bytes``, and reports that number."""
-        self._plan(operation, nth, lambda _address: num_bytes)
+        self._plan(operation, nth, num_bytes)
 
     def flip(self, operation: str, nth: int = 1) -> None:
         """The ``nth`` read or write from now has a wrong byte, and reports success."""
-        self._plan(operation, nth, lambda address: -_FLIP)
+        self._plan(operation, nth, -_FLIP)
 
     def hold(self, *operations: str) -> None:
         """Hold these operations until ``release``."""
@@ -76,12 +76,12 @@ class FaultyDisk(DiskSystem):
         """Cancel the faults that have not happened yet."""
         self._faults.clear()
 
-    def _plan(self, operation: str, nth: int, fault: Callable[[int], int]) -> None:
+    def _plan(self, operation: str, nth: int, fault: int) -> None:
         self._faults[operation, self.num_done[operation] + nth] = fault
 
     # the system
 
-    def next_fault(self, operation: str) -> Callable[[int], int] | None:
+    def next_fault(self, operation: str) -> int | None:
         """Count one operation; return its fault, if there is one."""
         self.num_done[operation] += 1
         return self._faults.pop((operation, self.num_done[operation]), None)
@@ -106,14 +106,14 @@ class FaultyDisk(DiskSystem):
         if fault is not None:
             # Some of it is there: an append that failed has to be taken back.
             super().write_at(fd, data[: len(data) // 2], offset)
-            _raise(fault(0))
+            _raise(fault)
         super().write_at(fd, data, offset)
 
     def sync(self, fd: int) -> None:
         self.wait("sync")
         fault = self.next_fault("sync")
         if fault is not None:
-            _raise(fault(0))
+            _raise(fault)
         super().sync(fd)
 
 
@@ -153,52 +153,43 @@ class _FaultyEngine(WrappedEngine):
         super().__init__(inner, fd)
         self._system = system
 
-    def read(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
+    def _transfer(
+        self,
+        write: bool,
+        offsets: Int64s,
+        addresses: Uint64s,
+        sizes: Int64s,
+        deadline_s: float | None,
     ) -> Int64s:
-        self._system.wait("read")
-        num = self._system.num_moved("read", len(offsets), deadline_s)
+        operation = "write" if write else "read"
+        self._system.wait(operation)
+        num = self._system.num_moved(operation, len(offsets), deadline_s)
         done = np.full(len(offsets), -errno.ECANCELED, np.int64)
-        done[:num] = self.inner.read(offsets[:num], addresses[:num], sizes[:num], deadline_s)
-        for i, address in enumerate(addresses[:num].tolist()):
-            fault = self._system.next_fault("read")
-            if fault is None:
+        done[:num] = super()._transfer(
+            write, offsets[:num], addresses[:num], sizes[:num], deadline_s
+        )
+        for at in range(num):
+            result = self._system.next_fault(operation)
+            if result is None:
                 continue
-            result = fault(address)
-            if result == -_FLIP:
+            offset, address = int(offsets[at]), int(addresses[at])
+            is_flip, moved = result == -_FLIP, max(result, 0)
+            num_bad = 1 if is_flip else int(sizes[at]) - moved
+            if write:
+                _spoil(self.fd, offset + moved, num_bad)
+            elif is_flip:
                 ctypes.c_uint8.from_address(address).value ^= 0x10
-                continue
-            # What did not arrive leaves garbage.
-            arrived = max(result, 0)
-            ctypes.memset(address + arrived, 0xEE, int(sizes[i]) - arrived)
-            done[i] = result
-        return done
-
-    def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
-    ) -> Int64s:
-        self._system.wait("write")
-        num = self._system.num_moved("write", len(offsets), deadline_s)
-        done = np.full(len(offsets), -errno.ECANCELED, np.int64)
-        done[:num] = self.inner.write(offsets[:num], addresses[:num], sizes[:num], deadline_s)
-        for i in range(num):
-            fault = self._system.next_fault("write")
-            if fault is None:
-                continue
-            result = fault(int(addresses[i]))
-            if result == -_FLIP:
-                _spoil(self.fd, int(offsets[i]), 1)
-                continue
-            written = max(result, 0)
-            _spoil(self.fd, int(offsets[i]) + written, int(sizes[i]) - written)
-            done[i] = result
+            else:  # what did not arrive leaves garbage
+                ctypes.memset(address + moved, 0xEE, num_bad)
+            if not is_flip:
+                done[at] = result
         return done
 
     def sync(self) -> None:
         self._system.wait("sync")
         fault = self._system.next_fault("sync")
         if fault is not None:
-            _raise(fault(0))
+            _raise(fault)
         self.inner.sync()
 
 

@@ -40,7 +40,6 @@ from kvtier.devices.base import Memory
 from kvtier.layout import DType, full_attention
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskSystem, IoKind
-from kvtier.tiers.disk.direct import ReadPaths
 from kvtier.tiers.disk.inspect.check import check_slab
 from kvtier.tiers.disk.inspect.report import report_slab
 from kvtier.tiers.disk.io import IoEngine
@@ -256,8 +255,8 @@ def control(name: str, number: int) -> None:
         time.sleep(1000)
 
 
-def nothing_checked(trusted: npt.NDArray[np.bool_], *_: object, can_check: bool) -> ReadPaths:
-    return ReadPaths(np.zeros_like(trusted), np.ones_like(trusted))
+def nothing_checked(trusted: npt.NDArray[np.bool_], *_: object) -> npt.NDArray[np.bool_]:
+    return np.zeros_like(trusted)
 
 
 def main() -> None:

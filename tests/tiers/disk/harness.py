@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import shake_128
@@ -12,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.types import BlockKey, BlockName, Slot
-from kvtier.devices.base import Memory
+from kvtier.devices.base import Finding, Memory
 from kvtier.layout import DType, KVGroup, full_attention
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import Outcome, Pieces
-from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
+from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem, DiskTier
 from kvtier.tiers.disk.format.records import RECORD, Records, as_keys
 from kvtier.tiers.disk.inspect.report import read_content
 
@@ -44,6 +45,46 @@ def records_of(folder: Path, num_slots: int) -> Records:
     found = read_content(folder).table
     table[found["slot"]] = found
     return table
+
+
+def flip(path: Path, offset: int, mask: int = 1) -> None:
+    """Flip bits of a byte in a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ mask]))
+
+
+def spoil(folder: Path, slot: int, at: int = 5) -> None:
+    """Flip a bit of byte ``at`` in a slot of the slab in ``folder``."""
+    flip(folder / "data.slab", slot * SLOT_BYTES + at)
+
+
+def zero(folder: Path, slots: Iterable[int]) -> None:
+    """Zero slots of a slab, as writes that were lost: the file keeps its times."""
+    path = folder / "data.slab"
+    before = path.stat()
+    with path.open("r+b") as file:
+        for slot in slots:
+            file.seek(slot * SLOT_BYTES)
+            file.write(bytes(SLOT_BYTES))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def finding(tier: DiskBlocks | DiskTier, topic: str) -> Finding:
+    """Return the finding about ``topic``."""
+    (found,) = [line for line in tier.findings() if line.topic.startswith(topic)]
+    return found
+
+
+def open_blocks(
+    options: DiskOptions | Path, system: DiskSystem | None = None, group: KVGroup = SMALL
+) -> DiskBlocks:
+    """Open a tier, of eight slots if only its folder is given."""
+    if isinstance(options, Path):
+        options = DiskOptions(options, 8 * SLOT_BYTES)
+    return DiskBlocks(options, group, Arena().memory, system)
 
 
 class Clock:

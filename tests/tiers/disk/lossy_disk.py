@@ -11,8 +11,8 @@ from pathlib import Path
 
 from kvtier.devices.base import Memory
 from kvtier.tiers.disk import DiskSystem, IoKind
+from kvtier.tiers.disk.arrays import Int64s, Uint64s
 from kvtier.tiers.disk.io import IoEngine
-from kvtier.tiers.disk.io.base import Int64s, Uint64s
 from tests.tiers.disk.wrapped_engine import SECTOR_BYTES, WrappedEngine
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kvtier.tiers import Outcome
 from kvtier.tools.cli import app
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.harness import SLOT_BYTES, Clock, Harness, harness, key
+from tests.tiers.disk.harness import SLOT_BYTES, Clock, Harness, flip, harness, key
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 
@@ -52,13 +52,9 @@ def test_inspect_tells_what_is_in_a_slab(tmp_path: Path) -> None:
         fill(here)
     code, told = run_json("inspect", tmp_path / "slab")
     assert code == 0
-    assert told["num_blocks"] == 5
-    assert told["num_slots"] == 8
-    assert told["used_bytes"] == 5 * SLOT_BYTES
-    assert told["capacity_bytes"] == 8 * SLOT_BYTES
-    assert told["is_clean"] is True
-    assert told["owner"] is None
-    assert told["num_dead"] == 2  # what was forgotten, and that it was
+    expected = {"num_blocks": 5, "num_slots": 8, "used_bytes": 5 * SLOT_BYTES, "is_clean": True,
+                "capacity_bytes": 8 * SLOT_BYTES, "owner": None, "num_dead": 2}  # fmt: skip
+    assert expected.items() <= told.items()  # dead: what was forgotten, and that it was
     assert told["namespaces"] == [
         {"digest": (b"1" * 32).hex(), "num_blocks": 3, "num_bytes": 3 * SLOT_BYTES,
          "longest_blocks": 3, "oldest_at": 1_000_000_000, "newest_at": 1_000_000_000},
@@ -143,11 +139,7 @@ def test_verify_finds_and_repairs_damage(tmp_path: Path) -> None:
         ("journal", 2 * 64 + 40),
         ("superblock", 9),
     ):
-        with (slab / name).open("r+b") as file:
-            file.seek(offset)
-            byte = file.read(1)[0]
-            file.seek(offset)
-            file.write(bytes([byte ^ 1]))
+        flip(slab / name, offset)
     code, told = run_json("verify", slab)
     assert code == 1
     bad = told["bad_blocks"]

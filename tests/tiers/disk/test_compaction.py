@@ -17,9 +17,9 @@ from kvtier.tiers.disk import slab as slabs
 from kvtier.tiers.disk.format import compaction, journal
 from kvtier.tiers.disk.format.records import RECORD, RECORD_BYTES, RecordKind, Records
 from kvtier.tiers.disk.format.rows import SlotRows
-from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
+from tests.tiers.disk.crashing_disk import CrashingDisk, crashes
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.harness import Harness, harness, key, records_of
+from tests.tiers.disk.harness import Harness, flip, harness, records_of
 from tests.tiers.disk.lossy_disk import LossyDisk
 from tests.tiers.disk.test_crash import churn, claim_all
 
@@ -56,34 +56,22 @@ def generation(here: Harness) -> int:
 def test_crash_at_every_step_of_a_compaction_that_others_append_to(
     tmp_path: Path, durability: str, small_slices: None
 ) -> None:
-    at, is_finished = 0, False
-    while not is_finished:
+    known: dict[int, Slot] = {}
+
+    def life(here: Harness) -> None:
+        here.tier.parts[0].slab.compact_floor = 4
+        churn(here, random.Random(3), 9, known)
+        assert generation(here) >= 1, "no compaction has ended"
+
+    at, has_crashed = 0, True
+    while has_crashed:
         at += 1
-        system, known = CrashingDisk(at), dict[int, Slot]()
+        known.clear()
         folder = tmp_path / str(at)
-        folder.mkdir()
-        is_finished = _live(folder, system, durability, known)
+        has_crashed = crashes(folder, NUM_SLOTS, CrashingDisk(at), life, durability=durability)
         with harness(folder, NUM_SLOTS, durability=durability) as here:
             claim_all(here, known)
     assert at > 40, "the life was too short to be interesting"
-
-
-def _live(folder: Path, system: CrashingDisk, durability: str, known: dict[int, Slot]) -> bool:
-    here = None
-    try:
-        with harness(folder, NUM_SLOTS, system=system, durability=durability) as here:
-            here.tier.parts[0].slab.compact_floor = 4
-            try:
-                churn(here, random.Random(3), 9, known)
-                assert generation(here) >= 1, "no compaction has ended"
-            except Crash:
-                here.crash()
-                raise
-    except Crash:
-        if here is not None:
-            here.crash()
-        return False
-    return True
 
 
 @given(seed=st.integers(0, 2**32), num_batches=st.integers(1, 30))
@@ -216,11 +204,7 @@ def test_what_was_appended_meanwhile_must_be_read_back(tmp_path: Path, small_sli
         size = slab.journal_bytes
         here.put(51)
         assert slab._compaction is not None, "it was over at once"
-        with (here.options.path / "journal").open("r+b") as file:
-            file.seek(size)
-            damaged = file.read(1)[0] ^ 1
-            file.seek(size)
-            file.write(bytes([damaged]))
+        flip(here.options.path / "journal", size)
         while slab._compaction is not None:
             slab.compact_if_due()
         assert generation(here) == 0
@@ -237,12 +221,8 @@ def test_end_in_the_middle_of_a_compaction_leaves_the_old_journal(
         here.tier.parts[0].slab.compact_floor = 4
         here.put(50)
         assert os.path.getsize(here.options.path / "journal.new") > 0
-        if is_clean:
-            here.tier.close()
-        else:
-            here.crash()
+        here.tier.close() if is_clean else here.crash()
         here.open()
         assert os.path.getsize(here.options.path / "journal.new") == 0
         assert here.tier.parts[0].slab.superblock.generation == 0
         assert here.get(0, 1, 20, 50, 2) == [OK, OK, OK, OK, CORRUPT]
-        assert key(0)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvtier.core.types import Slot
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskSystem
-from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
+from tests.tiers.disk.crashing_disk import CrashingDisk, crashes
 from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.harness import SLOT_BYTES, Harness, harness, key
 from tests.tiers.disk.lossy_disk import LossyDisk
@@ -84,37 +84,24 @@ def claim_all(here: Harness, known: dict[int, Slot]) -> None:
 @pytest.mark.parametrize("durability", ["process", "power"])
 def test_crash_at_every_step_of_a_life(tmp_path: Path, durability: str) -> None:
     """Crash at each operation of making, storing, compacting, closing and opening, in turn."""
-    at, is_finished = 0, False
-    while not is_finished:
+    known: dict[int, Slot] = {}
+
+    def life(here: Harness) -> None:
+        here.tier.parts[0].slab.compact_floor = 4
+        churn(here, random.Random(1), 8, known)
+        here.reopen()
+        claim_all(here, known)
+        churn(here, random.Random(2), 2, known)
+
+    at, has_crashed = 0, True
+    while has_crashed:
         at += 1
-        system = CrashingDisk(at)
-        known: dict[int, Slot] = {}
-        folder = tmp_path / f"{durability} {at}"
-        folder.mkdir()
-        is_finished = _live(folder, system, durability, known)
+        known.clear()
+        folder = tmp_path / str(at)
+        has_crashed = crashes(folder, 8, CrashingDisk(at), life, durability=durability)
         with harness(folder, 8, durability=durability) as here:
             claim_all(here, known)
     assert at > 30, "the life was too short to be interesting"
-
-
-def _live(folder: Path, system: CrashingDisk, durability: str, known: dict[int, Slot]) -> bool:
-    here = None
-    try:
-        with harness(folder, 8, system=system, durability=durability) as here:
-            here.tier.parts[0].slab.compact_floor = 4
-            try:
-                churn(here, random.Random(1), 8, known)
-                here.reopen()
-                claim_all(here, known)
-                churn(here, random.Random(2), 2, known)
-            except Crash:
-                here.crash()
-                raise
-    except Crash:
-        if here is not None:
-            here.crash()
-        return False
-    return True
 
 
 class BusyDisk(DiskSystem):
@@ -177,22 +164,13 @@ def test_compaction_that_fails_leaves_the_journal_as_it_was(tmp_path: Path, oper
 # -- power cuts ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("durability", ["power", "process"])
 @given(seed=st.integers(0, 2**32))
-def test_power_cut_loses_nothing_that_was_acknowledged_in_power_mode(
-    tmp_path_factory: pytest.TempPathFactory, seed: int
+def test_power_cut_makes_no_block_wrong_and_in_power_mode_loses_none(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, durability: str
 ) -> None:
-    _power_cuts(tmp_path_factory.mktemp("slab"), seed, "power")
-
-
-@given(seed=st.integers(0, 2**32))
-def test_power_cut_in_process_mode_may_lose_blocks_but_none_is_wrong(
-    tmp_path_factory: pytest.TempPathFactory, seed: int
-) -> None:
-    _power_cuts(tmp_path_factory.mktemp("slab"), seed, "process")
-
-
-def _power_cuts(folder: Path, seed: int, durability: str) -> None:
     """One slab, or two that lose different writes."""
+    folder = tmp_path_factory.mktemp("slab")
     rng = random.Random(seed)
     system = LossyDisk()
     known: dict[int, Slot] = {}

@@ -21,9 +21,18 @@ from kvtier.core.errors import ConfigError, TierError
 from kvtier.layout import DType, KVGroup, full_attention
 from kvtier.tiers import Outcome
 from kvtier.tiers.breaker import BreakerState
-from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
+from kvtier.tiers.disk import DiskOptions, DiskSystem
 from kvtier.tiers.disk.format.superblock import HALF_BYTES, decode
-from tests.tiers.disk.harness import ALIGNED, SLOT_BYTES, SMALL, Arena, Harness, harness, key
+from tests.tiers.disk.harness import (
+    ALIGNED,
+    SLOT_BYTES,
+    SMALL,
+    Harness,
+    flip,
+    harness,
+    key,
+    open_blocks,
+)
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_BLOCKS = 6
@@ -37,14 +46,6 @@ def slab(tmp_path: Path) -> Path:
         here.tier.free(here.put(100))
         here.put(*range(NUM_BLOCKS))
     return tmp_path / "slab"
-
-
-def flip(path: Path, offset: int, mask: int = 0xFF) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ mask]))
 
 
 def found_after(folder: Path, damage: Callable[..., object], **settings: Any) -> set[int]:
@@ -74,7 +75,7 @@ def test_any_byte_of_one_superblock_may_be_wrong(slab: Path, half: int) -> None:
     rng = random.Random(half)
     for offset in [*range(0, 136, 4), *rng.sample(range(136, HALF_BYTES), 12)]:
         at = half * HALF_BYTES + offset
-        assert found_after(slab, lambda copy, at=at: flip(copy / "superblock", at)) == ALL
+        assert found_after(slab, lambda copy, at=at: flip(copy / "superblock", at, 0xFF)) == ALL
 
 
 @pytest.mark.parametrize("verify", ["always", "off"])
@@ -83,7 +84,9 @@ def test_any_byte_of_a_record_costs_at_most_its_block(slab: Path, verify: str) -
     for record in range(num_records):
         for offset in range(record % 5, RECORD_BYTES, 5):
             at = record * RECORD_BYTES + offset
-            found = found_after(slab, lambda copy, at=at: flip(copy / "journal", at), verify=verify)
+            found = found_after(
+                slab, lambda copy, at=at: flip(copy / "journal", at, 0xFF), verify=verify
+            )
             assert len(found) >= NUM_BLOCKS - 1
 
 
@@ -186,7 +189,7 @@ def refused(folder: Path, group: KVGroup = SMALL, **settings: object) -> str:
     made: dict[str, object] = {"path": folder, "capacity_bytes": 8 * SLOT_BYTES, **settings}
     before = {each.name: each.read_bytes() for each in folder.iterdir() if each.name != "flock"}
     with pytest.raises(ConfigError) as caught:
-        DiskBlocks(DiskOptions(**made), group, Arena().memory)  # type: ignore[arg-type]
+        open_blocks(DiskOptions(**made), group=group)  # type: ignore[arg-type]
     after = {each.name: each.read_bytes() for each in folder.iterdir() if each.name != "flock"}
     assert before == after, "a refused slab was changed"
     return str(caught.value)
@@ -210,7 +213,7 @@ def test_directory_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
 def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="choose another path"):
-        DiskBlocks(DiskOptions(tmp_path / "file", 1 << 20), SMALL, Arena().memory)
+        open_blocks(tmp_path / "file")
 
 
 def test_links_are_not_followed(slab: Path, tmp_path: Path) -> None:
@@ -218,7 +221,7 @@ def test_links_are_not_followed(slab: Path, tmp_path: Path) -> None:
     (slab / "journal").unlink()
     (slab / "journal").symlink_to(tmp_path / "precious")
     with pytest.raises(TierError):
-        DiskBlocks(DiskOptions(slab, 8 * SLOT_BYTES), SMALL, Arena().memory)
+        open_blocks(slab)
     assert (tmp_path / "precious").read_bytes() == b"1" * 100
 
 
@@ -266,10 +269,10 @@ def test_second_owner_is_refused_and_told_who_is_first(tmp_path: Path) -> None:
     with harness(tmp_path, 8) as here:
         slots = here.put(1)
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} "):
-            DiskBlocks(here.options, SMALL, Arena().memory)
+            open_blocks(here.options)
         other = (
-            "import sys; from kvtier.tiers.disk import *; from tests.tiers.disk.harness import *\n"
-            "try: DiskBlocks(DiskOptions(sys.argv[1], 8 * 4096), SMALL, Arena().memory)\n"
+            "import sys; from tests.tiers.disk.harness import *\n"
+            "try: open_blocks(Path(sys.argv[1]))\n"
             "except ValueError as error: print(error)\n"
         )
         said = subprocess.run(
@@ -299,7 +302,7 @@ def test_full_device_is_a_clear_error_and_leaves_nothing_behind(tmp_path: Path) 
     with pytest.raises(
         ConfigError, match=r"1.00 GiB does not fit.*No space left.*lower disk_capacity"
     ):
-        DiskBlocks(options, SMALL, Arena().memory, FullDisk())
+        open_blocks(options, FullDisk())
     assert [each.name for each in (tmp_path / "slab").iterdir()] == ["flock"]
     with harness(tmp_path, 4) as here:
         here.put(1)
@@ -310,14 +313,14 @@ def test_file_size_limit_is_a_clear_error(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         with pytest.raises(ConfigError, match="File too large"):
-            DiskBlocks(DiskOptions(tmp_path / "slab", 2 << 20), SMALL, Arena().memory)
+            open_blocks(DiskOptions(tmp_path / "slab", 2 << 20))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_device_too_full_to_grow_keeps_the_slab_as_it_is(slab: Path) -> None:
     with pytest.raises(ConfigError, match="does not fit"):
-        DiskBlocks(DiskOptions(slab, 1 << 30), SMALL, Arena().memory, FullDisk())
+        open_blocks(DiskOptions(slab, 1 << 30), FullDisk())
     assert found_after(slab, lambda copy: None) == ALL
 
 

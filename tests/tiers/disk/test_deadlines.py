@@ -19,7 +19,7 @@ from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.part import _Limit
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.harness import ALIGNED, SLOT_BYTES, SMALL, Clock
+from tests.tiers.disk.harness import ALIGNED, SLOT_BYTES, SMALL, Clock, finding
 
 THERE, ABSENT, _, FAILED = Outcome
 
@@ -154,10 +154,6 @@ def test_look_up_does_not_wait_for_a_drop_that_hangs(tmp_path: Path) -> None:
         assert User(tier).get(1) == [THERE]
 
 
-def told(tier: DiskTier) -> str:
-    return next(line.found for line in tier.findings() if line.topic == "disk tier")
-
-
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_callers_in_a_hurry_do_not_stop_a_disk_and_patient_ones_do(
     tmp_path: Path, operation: str
@@ -172,10 +168,12 @@ def test_callers_in_a_hurry_do_not_stop_a_disk_and_patient_ones_do(
         system.stall(operation)
         for _ in range(5):
             ask(tier, 0.1)
-        assert "not" not in told(tier)
+        assert "not" not in finding(tier, "disk tier").found
         for _ in range(3):
             ask(tier, 60)
-        assert ("not read" if operation == "read" else "not written") in told(tier)
+        assert ("not read" if operation == "read" else "not written") in finding(
+            tier, "disk tier"
+        ).found
 
 
 def test_less_than_half_of_the_deadline_is_a_hurry() -> None:
@@ -189,7 +187,7 @@ def test_late_blocks_do_not_hide_errors_of_others(tmp_path: Path) -> None:
         system.fail("read", count=2)
         system.stall("read", after=2)
         assert User(tier, timeout_s=0.5).get(*range(4)) == [FAILED] * 4
-        assert "not read" in told(tier)
+        assert "not read" in finding(tier, "disk tier").found
 
 
 @pytest.mark.parametrize("which", ["get", "put"])

@@ -16,28 +16,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.core.errors import ConfigError
-from kvtier.core.types import BlockKey, BlockName, Direct, IoKind, Slot, Verify
-from kvtier.devices.base import Finding, Memory
-from kvtier.layout import DType, KVGroup, full_attention, latent_attention, named_layout, repack
+from kvtier.core.types import Direct, IoKind, Slot, Verify
+from kvtier.devices.base import Memory
+from kvtier.layout import DType, KVGroup, full_attention, named_layout, repack
 from kvtier.layout.named import ORDERS
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import DeviceTier, Outcome, Pieces
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
-from kvtier.tiers.disk.direct import Pool, check_verify, choose
+from kvtier.tiers.disk.direct import Pool, choose
 from kvtier.tiers.disk.io import open_engine
+from tests.tiers.disk.accelerated import (
+    GQA,
+    MLA,
+    NUM_BLOCKS,
+    ODD,
+    PAGE,
+    THERE,
+    keys,
+    line_of,
+    names,
+)
 from tests.tiers.disk.faulty_disk import FaultyDisk
 
-PAGE = 4096
-GQA = full_attention(4, 2, 64, DType.FLOAT16, 32)
-"""Layer first: 8 pieces of 8 KiB."""
-MLA = latent_attention(3, 128, 32, DType.FLOAT16, 64)
-"""Layer first: a piece of 16 KiB and one of 4 KiB in each of 3 layers."""
-ODD = full_attention(3, 2, 24, DType.FLOAT16, 8)
-"""Pieces of 768 bytes: nothing of them is a page."""
 GROUPS = {"GQA": GQA, "MLA": MLA, "odd": ODD}
-NUM_BLOCKS = 6
-THERE = [Outcome.THERE] * NUM_BLOCKS
 
 
 def pool_of(layout: str, group: KVGroup, shift: int = 0, num: int = NUM_BLOCKS) -> DeviceTier:
@@ -51,20 +53,6 @@ def pool_of(layout: str, group: KVGroup, shift: int = 0, num: int = NUM_BLOCKS) 
 
 def content_of(pool: DeviceTier) -> np.ndarray:
     return memory_bytes(pool.memory)
-
-
-def names(num: int = NUM_BLOCKS) -> list[BlockName]:
-    return [BlockName(b"n" * 32, at, BlockKey(b"%032d" % at)) for at in range(num)]
-
-
-def keys(num: int = NUM_BLOCKS) -> list[BlockKey]:
-    return [name.key for name in names(num)]
-
-
-def way_of(disk: DiskTier) -> Finding:
-    """Return the path of blocks that the tier reports."""
-    (way,) = [line for line in disk.findings() if line.topic == "disk to device"]
-    return way
 
 
 @contextmanager
@@ -137,7 +125,7 @@ def test_whole_pages_need_no_buffer(
         assert disk.put(names(), pieces, 60) == THERE
         content_of(pool)[:] = 0
         assert disk.get(keys(), pieces, 60) == THERE
-        assert way_of(disk).found == "direct"
+        assert line_of(disk, "disk to device").found == "direct"
     assert np.array_equal(content_of(pool), expected)
 
 
@@ -173,8 +161,8 @@ def test_on_is_refused_where_it_can_not_be_and_auto_says_why(
     with pytest.raises(ConfigError, match=reason), disk_of(tmp_path, group, pool, direct=Direct.ON):
         pass
     with disk_of(tmp_path, group, pool) as disk:
-        assert way_of(disk).found == "through a buffer"
-        assert reason in way_of(disk).note
+        assert line_of(disk, "disk to device").found == "through a buffer"
+        assert reason in line_of(disk, "disk to device").note
         assert disk.facts.direct is Direct.OFF
 
 
@@ -190,7 +178,7 @@ def test_off_reaches_host_memory_only(tmp_path: Path) -> None:
     pool = pool_of("layer_first", GQA)
     with disk_of(tmp_path, GQA, pool, direct=Direct.OFF) as disk:
         assert disk.facts.reaches == {"host"}
-        assert way_of(disk).found == "through host memory"
+        assert line_of(disk, "disk to device").found == "through host memory"
 
 
 # -- verification ----------------------------------------------------------------------------------
@@ -201,24 +189,14 @@ def test_off_reaches_host_memory_only(tmp_path: Path) -> None:
     verify=st.sampled_from(Verify),
     num_before=st.integers(0, 100),
     every=st.integers(1, 9),
-    can_check=st.booleans(),
 )
-def test_nothing_unverified_goes_where_nobody_can_verify(
-    trusted: list[bool], verify: Verify, num_before: int, every: int, can_check: bool
+def test_what_is_not_trusted_is_verified_and_a_sample_of_the_rest(
+    trusted: list[bool], verify: Verify, num_before: int, every: int
 ) -> None:
-    choice = choose(np.array(trusted, bool), verify, num_before, every, can_check)
-    rows = zip(trusted, choice.checked.tolist(), choice.direct.tolist(), strict=True)
-    for at, (is_trusted, checked, direct) in enumerate(rows):
+    checked = choose(np.array(trusted, bool), verify, num_before, every).tolist()
+    for at, is_trusted in enumerate(trusted):
         is_sample = verify is Verify.SAMPLED and (num_before + at) % every == 0
-        assert checked == (not is_trusted or verify is Verify.ALWAYS or is_sample)
-        assert direct == (can_check or not checked)
-
-
-def test_every_block_is_verified_only_where_that_can_be() -> None:
-    with pytest.raises(ConfigError, match="verify: always, and the device computes no checksums"):
-        check_verify(Verify.ALWAYS, can_check=False)
-    check_verify(Verify.ALWAYS, can_check=True)
-    check_verify(Verify.SAMPLED, can_check=False)
+        assert checked[at] == (not is_trusted or verify is Verify.ALWAYS or is_sample)
 
 
 def test_blocks_that_may_not_go_straight_take_the_buffer(
@@ -240,7 +218,7 @@ def test_blocks_that_may_not_go_straight_take_the_buffer(
     path = tmp_path / "file"
     path.write_bytes(bytes(NUM_BLOCKS * size))
     fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-    port = BlockPort(open_engine(fd), Bounce(2, size), size, size)
+    port = BlockPort(open_engine(fd), Bounce(2, size), size)
     slots = np.arange(NUM_BLOCKS)
     pieces = pool.pieces([Slot(at) for at in range(NUM_BLOCKS)])
     done, crcs = port.write(slots, pieces, np.inf)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvtier.core.errors import Closed, TierError
+from kvtier.tiers.disk.arrays import Int64s
 from kvtier.tiers.disk.io import batch_queue, direct, file_library
-from kvtier.tiers.disk.io.base import Int64s
 from tests.kit.fakes.storage import Cancel, Fault
 from tests.kit.waiting import wait_until
 from tests.tiers.disk.direct_harness import BATCHES, PAGE, WAYS, Batch, Harness, direct_harness

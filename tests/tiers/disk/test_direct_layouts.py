@@ -21,7 +21,7 @@ from kvtier.layout import (
     named_layout,
     repack,
 )
-from kvtier.tiers.disk.io.base import Int64s, Uint64s
+from kvtier.tiers.disk.arrays import Int64s, Uint64s
 from tests.devices.drivers import make_device
 from tests.kit.fakes.storage import StorageFake
 from tests.tiers.disk.direct_harness import PAGE, WAYS, open_direct

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -15,7 +14,7 @@ import pytest
 from kvtier.core.types import BlockName
 from kvtier.tiers import Outcome, Pieces
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.harness import ALIGNED, SLOT_BYTES, Harness, harness, key
+from tests.tiers.disk.harness import ALIGNED, SLOT_BYTES, Harness, harness, key, zero
 
 OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
 
@@ -224,17 +223,6 @@ def test_failed_sync_is_not_acknowledged_and_no_later_close_is_believed(
         assert here.get(3, 4, 5, 6) == [CORRUPT] * 4
 
 
-def zero(folder: Path, slots: range) -> None:
-    """Zero blocks as lost writes do; keep the file's times."""
-    path = folder / "data.slab"
-    times = path.stat()
-    with path.open("r+b") as file:
-        for slot in slots:
-            file.seek(slot * SLOT_BYTES)
-            file.write(bytes(SLOT_BYTES))
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-
-
 # -- at the same time ------------------------------------------------------------------------------
 
 
@@ -263,7 +251,7 @@ def test_scrub_does_not_judge_a_slot_that_is_rewritten_meanwhile(tmp_path: Path)
     with harness(tmp_path, 2, system=system) as here:
         slots = here.put(1)
         system.before_read = lambda: here.store([key(2)], slots)
-        assert here.tier.scrub(1 << 20).corrupt == ()
+        assert here.tier.scrub(1 << 20).num_damaged == 0
         assert here.load([key(2)], slots) == [OK]
         here.crash()
         here.open()

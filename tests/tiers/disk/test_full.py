@@ -15,10 +15,10 @@ import pytest
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import Slot
 from kvtier.tiers import Outcome
-from kvtier.tiers.disk import DiskBlocks, DiskOptions
+from kvtier.tiers.disk import DiskOptions
 from kvtier.tiers.disk.format.journal import max_journal_bytes
 from kvtier.tiers.disk.system import DiskSystem, spare_bytes
-from tests.tiers.disk.harness import SMALL, Arena, Harness, harness, key
+from tests.tiers.disk.harness import Harness, finding, harness, key, open_blocks
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_SLOTS = 32
@@ -71,7 +71,7 @@ def churn(here: Harness, first: int, num: int) -> dict[int, Slot]:
 
 def test_a_capacity_that_does_not_fit_is_a_clear_error(mount: Path) -> None:
     with pytest.raises(ConfigError, match=r"No space left.*may be taken\); lower disk_capacity"):
-        DiskBlocks(DiskOptions(mount / "slab", 8 << 20), SMALL, Arena().memory)
+        open_blocks(DiskOptions(mount / "slab", 8 << 20))
     assert [each.name for each in (mount / "slab").iterdir()] == ["flock"]
     with harness(mount, NUM_SLOTS) as here:
         here.put(1)
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_not_taken_for_a_moment(
     taken: list[int] = []
     monkeypatch.setattr("os.posix_fallocate", lambda fd, start, num: taken.append(num))
     with pytest.raises(ConfigError, match=r"capacity of 10240\.00 GiB does not fit") as caught:
-        DiskBlocks(DiskOptions(tmp_path / "slab", 10 << 40), SMALL, Arena().memory)
+        open_blocks(DiskOptions(tmp_path / "slab", 10 << 40))
     assert taken == []
     free = shutil.disk_usage(tmp_path).free
     shown = re.search(r"\(([0-9.]+) GiB are free", str(caught.value))
@@ -126,10 +126,7 @@ def test_a_slab_has_all_the_room_that_it_ever_needs(mount: Path) -> None:
 def test_a_slab_opens_on_a_full_file_system(mount: Path, is_clean: bool) -> None:
     with harness(mount, NUM_SLOTS) as here:
         here.put(1, 2)
-        if is_clean:
-            here.tier.close()
-        else:
-            here.crash()
+        here.tier.close() if is_clean else here.crash()
         with full(mount):
             here.open()
             assert here.get(1, 2) == [OK, OK]
@@ -150,19 +147,10 @@ def test_a_slab_without_one_of_its_smaller_files_opens_on_a_full_file_system(
             here.open()
             assert here.get(1) == [OK]
             here.put(2)
-            assert "in use by" in refused(here)
+            with pytest.raises(ConfigError, match="in use by"):
+                open_blocks(here.options)
         here.reopen()
         assert here.get(1, 2) == [OK, OK]
-
-
-def refused(here: Harness) -> str:
-    with pytest.raises(ConfigError) as caught:
-        DiskBlocks(here.options, SMALL, Arena().memory)
-    return str(caught.value)
-
-
-def note_of(here: Harness) -> str:
-    return next(line.note for line in here.tier.findings() if line.topic == "disk tier")
 
 
 @pytest.mark.slow
@@ -178,11 +166,11 @@ def test_a_journal_without_room_stops_writes_until_there_is_some(mount: Path) ->
                 here.store([key(1)], slots)
             assert slab.journal_bytes >= max_journal_bytes(NUM_SLOTS) - 64
             assert here.tier.can_load
-            assert "ENOSPC; retry in 1 s" in note_of(here)
+            assert "ENOSPC; retry in 1 s" in finding(here.tier, "disk tier").note
         assert here.store([key(1)], slots) == [False]
         here.monotonic.now += 1
         there = churn(here, 100, 50)
-        assert note_of(here) == ""
+        assert finding(here.tier, "disk tier").note == ""
         here.crash()
         here.open()
         assert here.get(*there) == [OK] * len(there)

@@ -14,7 +14,7 @@ from kvtier.core.errors import CacheError, ConfigError, TierError, printable
 from kvtier.core.hot import SlotTable
 from kvtier.core.system.memory import available_bytes
 from kvtier.tiers import Outcome
-from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
+from kvtier.tiers.disk import DiskOptions, DiskSystem
 from kvtier.tiers.disk.format.limits import BYTES_PER_SLOT, MAX_SEQUENCE, most_journal_bytes
 from kvtier.tiers.disk.format.records import (
     RECORD_BYTES,
@@ -29,7 +29,7 @@ from kvtier.tiers.disk.inspect.report import report_slab
 from kvtier.tiers.disk.recovery import Recovery, newest, recover
 from tests.tiers.disk.command import run
 from tests.tiers.disk.forging import forge_superblock, read_records, write_records
-from tests.tiers.disk.harness import SLOT_BYTES, SMALL, Arena, harness, key, records_of
+from tests.tiers.disk.harness import SLOT_BYTES, harness, key, open_blocks, records_of
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_BLOCKS = 4
@@ -50,7 +50,7 @@ def refused(folder: Path, *parts: str) -> None:
         lambda: report_slab(folder, 0.0),
         lambda: check_slab(folder, repair=False),
         lambda: check_slab(folder, repair=True),
-        lambda: DiskBlocks(DiskOptions(folder, 8 * SLOT_BYTES), SMALL, Arena().memory),
+        lambda: open_blocks(folder),
     ):
         with pytest.raises(CacheError) as caught:
             work()
@@ -150,7 +150,7 @@ def test_block_larger_than_memory_is_not_read(slab: Path) -> None:
 def test_capacity_of_more_slots_than_a_record_can_name_is_refused(tmp_path: Path) -> None:
     for capacity, most in ((2**45, 2**32), (2**80, 2**32)):
         with pytest.raises(ConfigError, match=rf"more than a slab can have \({most}\); lower"):
-            DiskBlocks(DiskOptions(tmp_path / "slab", capacity), SMALL, Arena().memory)
+            open_blocks(DiskOptions(tmp_path / "slab", capacity))
     assert not (tmp_path / "slab").exists()
 
 
@@ -236,7 +236,7 @@ def test_journal_with_holes_is_whole_until_another_one_is_there(slab: Path) -> N
         file.seek(2 << 20)
         file.write(records[-1:].tobytes())
     with pytest.raises(TierError):
-        DiskBlocks(DiskOptions(slab, 8 * SLOT_BYTES), SMALL, Arena().memory, FixedNames())
+        open_blocks(slab, FixedNames())
     assert (slab / "journal").stat().st_size == (2 << 20) + RECORD_BYTES
     with harness(slab.parent, 8) as here:
         assert here.get(*range(NUM_BLOCKS)) == [OK] * NUM_BLOCKS

@@ -21,8 +21,9 @@ from kvtier.core.errors import Closed, TierError
 from kvtier.core.hot import crc32c_rows
 from kvtier.core.types import IoKind
 from kvtier.testing import host_memory, memory_bytes
+from kvtier.tiers.disk.arrays import Int64s, Uint64s
 from kvtier.tiers.disk.io import IoEngine, open_engine
-from kvtier.tiers.disk.io.base import Int64s, Uint64s, runs
+from kvtier.tiers.disk.io.base import runs
 
 PAGE = 4096
 FILE_PAGES = 2000

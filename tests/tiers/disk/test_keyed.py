@@ -15,7 +15,7 @@ from kvtier.testing import StorageSuite
 from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.harness import SLOT_BYTES
+from tests.tiers.disk.harness import SLOT_BYTES, spoil
 from tests.tiers.disk.harness import SMALL as GROUP
 
 
@@ -52,11 +52,7 @@ class TestDiskTier(StorageSuite):
         assert isinstance(storage, DiskTier)
         part = storage.blocks.parts[-1]
         (slot,) = np.flatnonzero(part.slab.table["key"] == np.void(key))
-        with (part.options.path / "data.slab").open("r+b") as file:
-            file.seek(int(slot) * SLOT_BYTES + 5)
-            byte = file.read(1)[0]
-            file.seek(int(slot) * SLOT_BYTES + 5)
-            file.write(bytes([byte ^ 1]))
+        spoil(part.options.path, int(slot))
         return True
 
     def abandon(self, storage: StorageTier) -> bool:

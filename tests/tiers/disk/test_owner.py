@@ -11,10 +11,9 @@ import pytest
 
 from kvtier.core.errors import ConfigError
 from kvtier.tiers import Outcome
-from kvtier.tiers.disk import DiskBlocks, DiskOptions
 from kvtier.tiers.disk.format.folder import owner_of
 from kvtier.tiers.disk.inspect.check import check_slab
-from tests.tiers.disk.harness import SLOT_BYTES, SMALL, Arena, harness, key
+from tests.tiers.disk.harness import harness, key, open_blocks
 
 OK = Outcome.THERE
 
@@ -22,7 +21,7 @@ OK = Outcome.THERE
 def refused(path: Path) -> str:
     num_open = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(ConfigError) as caught:
-        DiskBlocks(DiskOptions(path, 8 * SLOT_BYTES), SMALL, Arena().memory)
+        open_blocks(path)
     assert len(list(Path("/proc/self/fd").iterdir())) == num_open, "a file was left open"
     return str(caught.value)
 

@@ -11,14 +11,14 @@ import pytest
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk.health import DiskHealth
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.harness import Clock, Harness, harness, key
+from tests.tiers.disk.harness import Clock, Harness, finding, harness, key
 from tests.tiers.disk.test_faults import all_slots_accounted_for
 
 OK, FAILED = Outcome.THERE, Outcome.FAILED
 
 
 def told(here: Harness) -> tuple[str, str]:
-    line = next(line for line in here.tier.findings() if line.topic == "disk tier")
+    line = finding(here.tier, "disk tier")
     return line.found, line.note
 
 
@@ -113,18 +113,18 @@ def test_call_has_succeeded_when_the_last_of_its_kinds_has() -> None:
     for pause_s in (1, 2):
         clock.now += pause_s
         assert "retry with the next call" in health.state()
-        assert health.enter()
+        assert health.breaker.enter()
         assert "retry in progress" in health.state()
         health.succeeded("write")  # the data can be written, its record can't
-        assert health.is_open
+        assert health.breaker.is_open
         health.failed("journal", full)
         assert f"retry in {2 * pause_s} s" in health.state()
     clock.now += 4
-    assert health.enter()
+    assert health.breaker.enter()
     health.succeeded("journal")
     assert health.state() == ""
     health.failed("journal", full)
-    assert health.is_passable, "one error may be chance"
+    assert health.breaker.is_passable, "one error may be chance"
 
 
 def test_errors_that_are_not_in_a_row_do_not_stop_reads(tmp_path: Path) -> None:

@@ -12,11 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtier.core.errors import CacheError
-from kvtier.tiers.disk import DiskBlocks, DiskOptions
 from kvtier.tiers.disk.inspect.check import check_slab
 from kvtier.tiers.disk.inspect.report import report_slab
 from kvtier.tools.cli import app
-from tests.tiers.disk.harness import SLOT_BYTES, SMALL, Arena, harness
+from tests.tiers.disk.harness import harness, open_blocks
 
 
 def told(command: str, slab: Path) -> str:
@@ -76,7 +75,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(
             report_slab(slab, 0.0) if command == "inspect" else check_slab(slab, repair=False)
         assert str(slab / name) in told(command, slab)
     with pytest.raises(CacheError):
-        DiskBlocks(DiskOptions(slab, 8 * SLOT_BYTES), SMALL, Arena().memory)
+        open_blocks(slab)
 
 
 @pytest.mark.timeout(60)
@@ -89,7 +88,7 @@ def test_lock_that_is_no_file_is_not_waited_for(slab: Path, make: Callable[[Path
     with contextlib.suppress(CacheError):
         check_slab(slab, repair=False)
     with contextlib.suppress(CacheError):
-        DiskBlocks(DiskOptions(slab, 8 * SLOT_BYTES), SMALL, Arena().memory).close()
+        open_blocks(slab).close()
 
 
 def test_file_or_pipe_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:

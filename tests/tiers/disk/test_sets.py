@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,12 @@ import pytest
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import Slot
 from kvtier.tiers import Outcome
-from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
+from kvtier.tiers.disk import DiskOptions
 from kvtier.tiers.disk.format.superblock import Superblock, decode_both
 from kvtier.tiers.disk.inspect.check import check_slab
 from tests.kit.effort import EFFORT
-from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
-from tests.tiers.disk.harness import SMALL, Arena, Harness, harness
+from tests.tiers.disk.crashing_disk import Crash, CrashingDisk, crashes
+from tests.tiers.disk.harness import Harness, flip, harness, open_blocks
 from tests.tiers.disk.test_crash import churn, claim_all
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
@@ -42,7 +41,7 @@ def refused(tmp_path: Path, options: DiskOptions) -> str:
     before, paths = content_of(tmp_path), set(tmp_path.rglob("*"))
     for _ in range(2):
         with pytest.raises(ConfigError) as caught:
-            DiskBlocks(options, SMALL, Arena().memory)
+            open_blocks(options)
     assert content_of(tmp_path) == before
     assert {each for each in set(tmp_path.rglob("*")) - paths if each.name != "flock"} == set()
     return str(caught.value)
@@ -104,31 +103,23 @@ def test_a_slab_of_another_set_is_refused_with_both_named(tmp_path: Path) -> Non
 # -- left behind -----------------------------------------------------------------------------------
 
 
-def closed(here: Harness) -> None:
-    here.tier.close()
-
-
-def crashed(here: Harness) -> None:
-    here.crash()
-
-
 @pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("before", [closed, crashed])
-@pytest.mark.parametrize("after", [closed, crashed])
+@pytest.mark.parametrize("closes_before", [True, False])
+@pytest.mark.parametrize("closes_after", [True, False])
 def test_a_disk_that_was_restored_is_refused(
-    tmp_path: Path, part: int, before: Callable[[Harness], None], after: Callable[[Harness], None]
+    tmp_path: Path, part: int, closes_before: bool, closes_after: bool
 ) -> None:
     """Otherwise halves of two writes could be in one slot under one key."""
     with harness(tmp_path, 1, 2) as here:
         here.tier.free(here.put(1))
-        before(here)
+        here.tier.close() if closes_before else here.crash()
         path = (here.options.path, *here.options.more_paths)[part]
         snapshot(path, tmp_path / "old")
         here.open()
         assert here.get(1) == [OK]
         here.tier.free([Slot(0)])
         here.put(1)
-        after(here)
+        here.tier.close() if closes_after else here.crash()
         snapshot(path, tmp_path / "new")
         snapshot(tmp_path / "old", path)
         message = refused(tmp_path, here.options)
@@ -199,52 +190,32 @@ def test_a_crash_at_any_step_is_never_taken_for_a_disk_that_was_restored(
 ) -> None:
     """Crash at a step of a set's life, and once more during its recovery."""
     stride = 1 if EFFORT == 1 else 7
-    at, is_finished = 0, False
-    while not is_finished:
+    known: dict[int, Slot] = {}
+
+    def life(here: Harness) -> None:
+        for part in here.tier.parts:
+            part.slab.compact_floor = 4
+        churn(here, random.Random(1), 4, known)
+        here.reopen()
+        claim_all(here, known)
+        churn(here, random.Random(2), 2, known)
+        here.tier.close()
+
+    def reopen_for_ever(here: Harness) -> None:
+        while True:
+            here.reopen()
+
+    at, has_crashed = 0, True
+    while has_crashed:
         at += random.randint(1, 2 * stride - 1)
-        known: dict[int, Slot] = {}
+        known.clear()
         folder = tmp_path / str(at)
-        folder.mkdir()
-        is_finished = _live(folder, CrashingDisk(at), num_parts, known)
-        second = CrashingDisk(at % 37 + 1)
-        with pytest.raises(Crash):
-            _reopen_for_ever(folder, second, num_parts)
+        has_crashed = crashes(folder, 8, CrashingDisk(at), life, num_parts)
+        assert crashes(folder, 8, CrashingDisk(at % 37 + 1), reopen_for_ever, num_parts)
         with harness(folder, 8, num_parts) as here:
             claim_all(here, known)
         shutil.rmtree(folder)
     assert at > 60, "the life was too short to be interesting"
-
-
-def _reopen_for_ever(folder: Path, system: DiskSystem, num_parts: int) -> None:
-    with harness(folder, 8, num_parts, system=system) as here:
-        try:
-            while True:
-                here.reopen()
-        except Crash:
-            here.crash()
-            raise
-
-
-def _live(folder: Path, system: DiskSystem, num_parts: int, known: dict[int, Slot]) -> bool:
-    here = None
-    try:
-        with harness(folder, 8, num_parts, system=system) as here:
-            for part in here.tier.parts:
-                part.slab.compact_floor = 4
-            try:
-                churn(here, random.Random(1), 4, known)
-                here.reopen()
-                claim_all(here, known)
-                churn(here, random.Random(2), 2, known)
-                here.tier.close()
-            except Crash:
-                here.crash()
-                raise
-    except Crash:
-        if here is not None:
-            here.crash()
-        return False
-    return True
 
 
 def test_a_set_of_which_only_some_slabs_were_made_is_made_to_the_end(tmp_path: Path) -> None:
@@ -271,9 +242,7 @@ def test_one_damaged_superblock_does_not_part_a_slab_from_its_set(tmp_path: Path
         path = here.options.more_paths[0] / "superblock"
         newest = superblock(path.parent)
         at = newest.epoch % 2 * 4096 + 30
-        content = bytearray(path.read_bytes())
-        content[at] ^= 1
-        path.write_bytes(content)
+        flip(path, at)
         assert superblock(path.parent) != newest
         here.open()
         assert here.get(1) == [OK]

@@ -15,9 +15,8 @@ import pytest
 
 from kvtier.core.errors import ConfigError
 from kvtier.tiers import Outcome
-from kvtier.tiers.disk import DiskSystem
 from kvtier.tiers.disk.inspect.check import check_slab
-from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
+from tests.tiers.disk.crashing_disk import CrashingDisk, crashes
 from tests.tiers.disk.harness import NAMESPACE, Harness, harness
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
@@ -53,24 +52,15 @@ def test_blocks_of_an_earlier_kvtier_are_found_and_right(
 def test_a_crash_at_any_step_of_the_next_opening_loses_nothing(
     stored: Path, case: str, num_parts: int
 ) -> None:
-    at, is_open = 0, False
-    while not is_open:
+    at, has_crashed = 0, True
+    while has_crashed:
         at += 1
         folder = stored / f"{case} {at}"
         shutil.copytree(stored / case, folder)
-        is_open = not _crashes(folder, num_parts, CrashingDisk(at))
+        has_crashed = crashes(folder, 8, CrashingDisk(at), Harness.crash, num_parts)
         with harness(folder, 8, num_parts) as here:
             everything_is_there(here)
     assert at >= 4
-
-
-def _crashes(folder: Path, num_parts: int, system: DiskSystem) -> bool:
-    try:
-        with harness(folder, 8, num_parts, system=system) as here:
-            here.crash()
-    except Crash:
-        return True
-    return False
 
 
 def test_a_disk_that_is_missing_is_noticed_in_stored_sets_too(stored: Path) -> None:

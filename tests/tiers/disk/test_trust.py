@@ -19,23 +19,11 @@ from kvtier.tiers.disk.format.superblock import Membership, Superblock
 from kvtier.tiers.disk.format.trust import decode, encode, num_bytes_of
 from kvtier.tiers.disk.inspect.check import check_slab
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.harness import SLOT_BYTES, Harness, harness, key
+from tests.tiers.disk.harness import SLOT_BYTES, Harness, flip, harness, key, zero
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_BLOCKS = 30
 LAZY = pytest.mark.parametrize("verify", ["off", "sampled"])
-
-
-def zero(folder: Path, slots: range, keep_time: bool) -> None:
-    """Zero blocks of a slab. keep_time: keep the file's times, as if the disk lost the blocks."""
-    path = folder / "data.slab"
-    before = path.stat()
-    with path.open("r+b") as file:
-        for slot in slots:
-            file.seek(slot * SLOT_BYTES)
-            file.write(bytes(SLOT_BYTES))
-    if keep_time:
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def num_trusted(here: Harness) -> int:
@@ -50,7 +38,7 @@ def test_blocks_that_a_crash_lost_are_never_given_out_however_often_it_was_close
     with harness(tmp_path, NUM_BLOCKS, verify=verify, sample_every=1000) as here:
         here.put(*range(NUM_BLOCKS))
         here.crash()
-        zero(here.options.path, range(NUM_BLOCKS), keep_time=True)
+        zero(here.options.path, range(NUM_BLOCKS))
         here.open()
         for _ in range(num_closes):
             here.reopen()
@@ -69,7 +57,7 @@ def test_what_was_verified_once_is_believed_by_the_next_owners(tmp_path: Path, v
         here.reopen()
         here.reopen()
         assert num_trusted(here) == 10
-        zero(here.options.path, range(NUM_BLOCKS), keep_time=True)
+        zero(here.options.path, range(NUM_BLOCKS))
         slots = here.claim([key(number) for number in range(NUM_BLOCKS)])
         blocks = here.pieces(NUM_BLOCKS)
         results = here.tier.load([key(number) for number in range(NUM_BLOCKS)], slots, blocks)
@@ -114,9 +102,7 @@ def grow(folder: Path) -> None:
 
 
 def flip_trust(folder: Path) -> None:
-    content = bytearray((folder / "trust").read_bytes())
-    content[-1] ^= 0x80
-    (folder / "trust").write_bytes(content)
+    flip(folder / "trust", (folder / "trust").stat().st_size - 1, 0x80)
 
 
 def lose_trust(folder: Path) -> None:
@@ -237,7 +223,7 @@ def test_a_repair_vouches_for_nothing_that_nobody_verified(tmp_path: Path) -> No
         here.put(1, 2)
         here.crash()
         check_slab(here.options.path, repair=True)
-        zero(here.options.path, range(8), keep_time=True)
+        zero(here.options.path, range(8))
         here.open()
         assert here.get(1, 2) == [CORRUPT, CORRUPT]
 

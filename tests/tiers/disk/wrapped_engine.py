@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import BinaryIO
 
+from kvtier.tiers.disk.arrays import Int64s, Uint64s
 from kvtier.tiers.disk.io import IoEngine
-from kvtier.tiers.disk.io.base import Int64s, Uint64s
 
 SECTOR_BYTES = 512
 """Bytes that a disk writes whole or not at all."""

@@ -79,7 +79,7 @@ class Accelerator:
         They may not while direct reads keep failing, and never again after the driver hung.
         """
         engine = self.engine
-        return engine is not None and not engine.is_given_up and self._health.enter()
+        return engine is not None and not engine.is_given_up and self._health.breaker.enter()
 
     def holds(self, blocks: Pieces) -> Bools:
         """Return which blocks have each piece inside one registration: bool [n]."""

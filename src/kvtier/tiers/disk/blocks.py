@@ -24,7 +24,6 @@ from kvtier.tiers.disk.format.membership import leave
 from kvtier.tiers.disk.format.records import KEY_BYTES, RecordKind, Records, as_words, same_keys
 from kvtier.tiers.disk.format.rows import SlotRows
 from kvtier.tiers.disk.health import DiskHealth
-from kvtier.tiers.disk.inspect.scrub import ScrubResult
 from kvtier.tiers.disk.opening import open_slabs, wanted
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.part import DiskPart
@@ -34,7 +33,7 @@ from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.memory.slots import check_slots
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.storage import KeptKeys, Keys, Outcome
+from kvtier.tiers.storage import KeptKeys, Keys, Outcome, ScrubReport
 
 logger = logging.getLogger(__name__)
 
@@ -159,19 +158,20 @@ class DiskBlocks(SlotAllocator):
     @property
     def can_load(self) -> bool:
         """Whether loads are possible now; otherwise all would fail immediately."""
-        return all(part.reads.is_passable for part in self.parts)
+        return all(part.reads.breaker.is_passable for part in self.parts)
 
     @property
     def can_store(self) -> bool:
         """Whether stores are possible now: no disk's breaker refuses them."""
-        return all(part.writes.is_passable for part in self.parts)
+        return all(part.writes.breaker.is_passable for part in self.parts)
 
     @property
     def breaker(self) -> BreakerState:
         """Worst state of all disks, for reads and writes."""
         if any(part.is_short() for part in self.parts):
             return BreakerState.CUT_SHORT
-        return max(each.breaker for part in self.parts for each in (part.reads, part.writes))
+        healths = [health for part in self.parts for health in (part.reads, part.writes)]
+        return max(health.breaker.state for health in healths)
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
         """Allocate slots: free ones first, then those of unclaimed blocks, oldest first.
@@ -334,15 +334,15 @@ class DiskBlocks(SlotAllocator):
 
     # -- upkeep ------------------------------------------------------------------------------------
 
-    def scrub(self, max_bytes: int) -> ScrubResult:
+    def scrub(self, max_bytes: int) -> ScrubReport:
         """Verify the next blocks, about ``max_bytes`` of them, whether they are in use or not.
 
         A damaged block is dropped, unless it was rewritten meanwhile.
         """
         if not _enter([part.reads for part in self.parts]):
-            return ScrubResult()
+            return ScrubReport()
         share = max_bytes // len(self.parts)
-        return ScrubResult.sum([part.scrub(share) for part in self.parts])
+        return ScrubReport.sum([part.scrub(share) for part in self.parts])
 
     def findings(self) -> list[Finding]:
         room = f"{self.num_slots} blocks, {self.num_slots * self._slot_bytes / 2**30:.2f} GiB"
@@ -374,7 +374,7 @@ class DiskBlocks(SlotAllocator):
         """Sync everything, and release the slabs for their next owner."""
         # A disk that does not answer is not waited for.
         healths = [health for part in self.parts for health in (part.reads, part.writes)]
-        self._close(is_clean=not any(health.is_open for health in healths))
+        self._close(is_clean=not any(health.breaker.is_open for health in healths))
 
     def abandon(self) -> None:
         """Release the files without a clean close, as the end of the process would."""
@@ -436,8 +436,9 @@ def _as_list(keys: Records) -> list[BlockKey]:
 
 def _enter(healths: Sequence[DiskHealth]) -> bool:
     """Return whether all of them allow a call. If one refuses, no trial call is used up."""
-    return all(health.is_passable for health in healths) and all(
-        health.enter() for health in healths
+    breakers = [health.breaker for health in healths]
+    return all(breaker.is_passable for breaker in breakers) and all(
+        breaker.enter() for breaker in breakers
     )
 
 

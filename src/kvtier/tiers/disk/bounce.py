@@ -112,7 +112,6 @@ class BlockPort:
         engine: engine for host memory.
         bounce: the bounce buffer.
         block_bytes: bytes of a block.
-        slot_bytes: bytes of a slot.
         num_threads: threads that compute the checksums of writes.
         accelerator: device whose memory can be read into, too.
     """
@@ -122,15 +121,14 @@ class BlockPort:
         engine: IoEngine,
         bounce: Bounce,
         block_bytes: int,
-        slot_bytes: int,
         num_threads: int = 1,
         accelerator: Accelerator | None = None,
     ) -> None:
-        assert 0 < block_bytes <= slot_bytes == bounce.slot_bytes, "a block larger than its slot"
+        assert 0 < block_bytes <= bounce.slot_bytes, "a block larger than its slot"
         self.engine = engine
         self._bounce = bounce
         self._block_bytes = block_bytes
-        self._slot_bytes = slot_bytes
+        self._slot_bytes = bounce.slot_bytes
         self._num_threads = num_threads
         self._accelerator = accelerator
 

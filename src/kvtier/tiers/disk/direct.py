@@ -97,12 +97,26 @@ def find_pool_path(
     Raises:
         ConfigError: direct transfers are required, but impossible.
     """
-    reason = why_not(pool, slot_bytes, is_direct) if pool is not None else "no pool"
-    check_direct(options.direct, pool, reason)
-    if reason or pool is None or pool.device is None:
+    is_on = options.direct is Direct.ON
+    if pool is None:
+        if is_on:
+            raise ConfigError(
+                "direct: on, and the engine's memory pool is unknown to the disk; leave it at auto"
+            )
+        return PoolPath("no pool")
+    reason = why_not(pool, slot_bytes, is_direct)
+    if is_on and reason:
+        raise ConfigError(
+            f"direct: on, and direct reads don't work between the disk and {pool}: {reason}; "
+            "leave it at auto, or choose a block_size that makes pieces of whole pages"
+        )
+    if reason or pool.device is None:
         return PoolPath(reason)
-    if options.direct is Direct.ON:
-        check_verify(options.verify, can_check=False)
+    if is_on and options.verify is Verify.ALWAYS:
+        raise ConfigError(
+            "verify: always, and the device computes no checksums, so no block could be read "
+            "directly to it; use sampled, or direct=off"
+        )
     path = _by_library(options, pool.device)
     check_library(options, pool.device, path.reason)
     return path
@@ -144,42 +158,18 @@ def why_not(pool: Pool, slot_bytes: int, is_direct: bool) -> str:
     behind = pool.blocks.addresses % np.uint64(ALIGNMENT)
     if behind.any():
         return f"a piece begins {behind[behind > 0][0]} bytes after a page boundary"
-    return _why_not_whole(pool)
-
-
-def _why_not_whole(pool: Pool) -> str:
-    """Return why a piece of an accelerator's pool is not inside one allocation; "" if all are.
-
-    Calls of the file library name the registration that holds a piece.
-    """
     if pool.device is None:
         return ""
-    is_held = (
-        RegisteredMemory(pool.allocations).bases(pool.blocks.addresses, pool.blocks.sizes) != 0
-    )
-    if (is_held | ~pool.blocks.wanted).all():
+    # Calls of the file library name the registration that holds a piece.
+    bases = RegisteredMemory(pool.allocations).bases(pool.blocks.addresses, pool.blocks.sizes)
+    is_lost = (bases == 0) & pool.blocks.wanted
+    if not is_lost.any():
         return ""
-    _, piece = np.argwhere(~is_held & pool.blocks.wanted)[0]
+    _, piece = np.argwhere(is_lost)[0]
     return (
         f"a piece of {pool.blocks.sizes[piece]} bytes is not inside one of the accelerator's "
         f"{len(pool.allocations)} allocations"
     )
-
-
-def check_direct(direct: Direct, pool: Pool | None, reason: str) -> None:
-    """Raise ``ConfigError`` if direct transfers are required, but impossible.
-
-    reason: result of ``why_not``.
-    """
-    if direct is Direct.ON and pool is None:
-        raise ConfigError(
-            "direct: on, and the engine's memory pool is unknown to the disk; leave it at auto"
-        )
-    if direct is Direct.ON and reason:
-        raise ConfigError(
-            f"direct: on, and direct reads don't work between the disk and {pool}: {reason}; "
-            "leave it at auto, or choose a block_size that makes pieces of whole pages"
-        )
 
 
 def check_library(options: DiskOptions, device: Device, reason: str) -> None:
@@ -212,37 +202,10 @@ def describe_path(direct: Direct, pool: Pool, has_host: bool, path: PoolPath) ->
 # -- verification ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadPaths:
-    """Read paths of the blocks of one read.
+def choose(trusted: Bools, verify: Verify, num_before: int, sample_every: int) -> Bools:
+    """Return the blocks of a read whose checksum is compared: bool [n].
 
-    checked: bool [n], blocks whose checksum is compared. direct: bool [n], blocks that go directly
-    to the pool; the others pass through host memory.
-    """
-
-    checked: Bools
-    direct: Bools
-
-
-def check_verify(verify: Verify, can_check: bool) -> None:
-    """Raise ``ConfigError`` if all blocks must be verified, but direct reads can't be.
-
-    can_check: whether checksums can be computed in the memory that blocks are read into.
-    """
-    if verify is Verify.ALWAYS and not can_check:
-        raise ConfigError(
-            "verify: always, and the device computes no checksums, so no block could be read "
-            "directly to it; use sampled, or direct=off"
-        )
-
-
-def choose(
-    trusted: Bools, verify: Verify, num_before: int, sample_every: int, can_check: bool
-) -> ReadPaths:
-    """Choose the blocks of a read to verify, and those to read directly.
-
-    Untrusted blocks are always verified. If checksums can't be computed in the pool, blocks that
-    have to be verified are not read directly.
+    Untrusted blocks are always verified.
 
     Args:
         trusted: bool [n], blocks that were written or verified by the current owner, or by one that
@@ -250,13 +213,10 @@ def choose(
         verify: which trusted blocks to verify: all, one in ``sample_every``, or none.
         num_before: number of blocks that were read before.
         sample_every: see ``verify``.
-        can_check: whether checksums can be computed in the pool.
     """
-    checked = ~trusted
     if verify is Verify.ALWAYS:
-        checked = np.ones(len(trusted), bool)
-    elif verify is Verify.SAMPLED:
+        return np.ones(len(trusted), bool)
+    if verify is Verify.SAMPLED:
         count = np.arange(num_before, num_before + len(trusted))
-        checked = checked | (count % sample_every == 0)
-    direct = np.ones(len(trusted), bool) if can_check else ~checked
-    return ReadPaths(checked, direct)
+        return np.asarray(~trusted | (count % sample_every == 0))
+    return ~trusted

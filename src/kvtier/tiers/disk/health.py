@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.tiers.breaker import Breaker, BreakerState
+from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.disk.arrays import Int64s
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,10 @@ class DiskHealth:
             A call has succeeded when its last kind has.
         errors_until_open: errors in a row that open the breaker.
         clock: monotonic clock, in seconds.
+
+    Attributes:
+        breaker: open or half-open while no call has succeeded since it opened.
+        num_opened: how often it opened.
     """
 
     def __init__(
@@ -51,37 +55,18 @@ class DiskHealth:
         self._what = what
         self._last_kind = kinds[-1]
         self._limit = errors_until_open
-        self._breaker = Breaker(clock)
+        self.breaker = Breaker(clock)
         self._in_row = dict.fromkeys(kinds, 0)
         self._late_in_row = dict.fromkeys(kinds, 0)
         self._lock = Lock()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the breaker is open or half-open: no call has succeeded since it opened."""
-        return self._breaker.is_open
-
-    @property
-    def is_passable(self) -> bool:
-        """Whether ``enter`` would return True now."""
-        return self._breaker.is_passable
-
-    @property
-    def breaker(self) -> BreakerState:
-        """State of the breaker."""
-        return self._breaker.state
-
-    def enter(self) -> bool:
-        """Return whether a call may be made now."""
-        return self._breaker.enter()
-
     def state(self) -> str:
         """Describe why calls are refused; "" while they pass."""
         with self._lock:
-            if not self._breaker.is_open:
+            if not self.breaker.is_open:
                 return ""
-            left_s = self._breaker.left_s
-            is_tried = self._breaker.is_tried
+            left_s = self.breaker.left_s
+            is_tried = self.breaker.is_tried
             then = "retry in progress" if is_tried else f"retry in {left_s:.0f} s"
             return f"{self.reason}; {then if left_s > 0 else 'retry with the next call'}"
 
@@ -111,9 +96,9 @@ class DiskHealth:
                 in_row = len(failed) if not len(good) else len(failed) - 1 - int(good[-1])
                 self._in_row[kind] = in_row + (0 if len(good) else self._in_row[kind])
             num_late = self._late_in_row[kind] = self._late_in_row[kind] + 1 if is_late else 0
-            if num_late and (num_late >= LATE_UNTIL_OPEN or self._breaker.is_open):
+            if num_late and (num_late >= LATE_UNTIL_OPEN or self.breaker.is_open):
                 self._open(f"{num_late} {kind}s in a row missed their deadline")
-            elif failed.any() and (self._in_row[kind] >= self._limit or self._breaker.is_open):
+            elif failed.any() and (self._in_row[kind] >= self._limit or self.breaker.is_open):
                 code = int(-counted[failed][-1])
                 last = errno.errorcode.get(code, str(code))
                 self._open(f"{self._in_row[kind]} {kind} errors in a row, the last: {last}")
@@ -127,7 +112,7 @@ class DiskHealth:
         with self._lock:
             self._in_row[kind] = 0
             self._late_in_row[kind] = 0
-            if kind != self._last_kind or not self._breaker.note(True):
+            if kind != self._last_kind or not self.breaker.note(True):
                 return
             self.reason = ""
         logger.info("disk tier resumed path=%s for=%s", self._what, kind)
@@ -140,5 +125,5 @@ class DiskHealth:
     def _open(self, reason: str) -> None:
         self.num_opened += 1
         self.reason = reason
-        if self._breaker.note(False):
+        if self.breaker.note(False):
             logger.error("disk tier suspended path=%s reason=%s", self._what, reason)

@@ -375,13 +375,20 @@ def _recover(
         found, journal_bytes = recover(folder, journal_fd, most_slots, want.num_slots)
         check_same_slab(folder, current, found)
         check_sequence(folder, found.next_seq)
-        is_in_order = num_whole == 2 and was_closed(current, found, journal_bytes)
         data_was = os.fstat(data_fd)
-        trusted = None
-        if is_in_order:
+        trusted = np.zeros(want.num_slots, bool)
+        was_closed = (
+            current.is_clean
+            and num_whole == 2
+            and found.num_invalid == 0
+            and found.generation == current.generation
+            and journal_bytes == current.journal_bytes
+        )
+        if was_closed:  # in order, and the journal is unchanged since
             is_cut = want.num_slots < current.num_slots
-            rows = partial(_rows, folder, journal_fd, current) if is_cut else lambda: found.rows
-            trusted = _trusted(folder, current, want, data_was, rows)
+            rows = partial(_rows, folder, journal_fd, current.num_slots)
+            was = rows if is_cut else lambda: found.rows
+            trusted = _trusted(folder, current, want.num_slots, data_was, was)
         try:
             if data_was.st_size < want.slot_bytes * want.num_slots:  # also if it was cut short
                 system.reserve(data_fd, want.slot_bytes * want.num_slots)
@@ -398,7 +405,7 @@ def _recover(
             dataclasses.replace(current, num_slots=want.num_slots),
             found,
             SlabFiles(data_fd, is_direct, superblock_fd, journal_fd, whole),
-            np.zeros(want.num_slots, bool) if trusted is None else trusted,
+            trusted,
             system,
             clock,
         )
@@ -422,42 +429,30 @@ def _recover(
 def _trusted(
     folder: Path,
     current: Superblock,
-    want: Superblock,
+    num_slots: int,
     data: os.stat_result,
     was: Callable[[], SlotRows],
-) -> Bools | None:
-    """Return which slots can be trusted without verification: bool [want.num_slots].
+) -> Bools:
+    """Return which slots can be trusted without verification: bool [num_slots].
 
-    These are the slots that the last owner trusted, if the data file did not change since. None if
-    no slot is trusted.
+    These are the slots that the last owner trusted, if the data file did not change since.
 
     was: returns the journal's rows of all slots that the slab has had. It is called last, because
     there may be many.
     """
+    trusted = np.zeros(num_slots, bool)
     if mark_of(data) != current.data or data.st_size < current.slot_bytes * current.num_slots:
-        return None
+        return trusted
     left = read_trust(folder, was, current)
-    if left is None:
-        return None
-    trusted = np.zeros(want.num_slots, bool)
-    trusted[: current.num_slots] = left[: want.num_slots]
+    if left is not None:
+        trusted[: current.num_slots] = left[:num_slots]
     return trusted
 
 
-def _rows(folder: Path, journal_fd: int, current: Superblock) -> SlotRows:
+def _rows(folder: Path, journal_fd: int, num_slots: int) -> SlotRows:
     """Replay the journal for all slots that the slab has had; return their rows."""
-    check_memory(folder, current.num_slots * BYTES_PER_SLOT, "the table")
-    return recover(folder, journal_fd, current.num_slots, current.num_slots)[0].rows
-
-
-def was_closed(current: Superblock, found: JournalFacts, journal_bytes: int) -> bool:
-    """Return whether the slab was closed in order, and its journal is unchanged since."""
-    return (
-        current.is_clean
-        and found.num_invalid == 0
-        and found.generation == current.generation
-        and journal_bytes == current.journal_bytes
-    )
+    check_memory(folder, num_slots * BYTES_PER_SLOT, "the table")
+    return recover(folder, journal_fd, num_slots, num_slots)[0].rows
 
 
 def check_same_slab(folder: Path, current: Superblock, found: JournalFacts) -> None:

@@ -19,13 +19,14 @@ from kvtier.tiers.disk.bounce import BlockPort, Bounce
 from kvtier.tiers.disk.direct import Pool, PoolPath, check_library, choose, find_pool_path
 from kvtier.tiers.disk.format.records import RecordKind, Records, as_keys, same_keys
 from kvtier.tiers.disk.health import LATE, MEDIUM_ERRORS, DiskHealth
-from kvtier.tiers.disk.inspect.scrub import RoundRobin, ScrubResult, check_blocks
+from kvtier.tiers.disk.inspect.scrub import RoundRobin, check_blocks
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.storage import ScrubReport
 
 logger = logging.getLogger(__name__)
 
@@ -107,13 +108,13 @@ class DiskPart:
     def _open(
         self, arena: Memory | None, pool: Pool | None, clock: Callable[[], float]
     ) -> tuple[BlockPort, BlockPort]:
-        options, block_bytes, slot_bytes = self.options, self.num_bytes, self.slot_bytes
-        num_slots = min(options.bounce_bytes // slot_bytes, self.slab.superblock.num_slots)
-        there, back = (Bounce(num_slots, slot_bytes) for _ in range(2))
+        options = self.options
+        num_slots = min(options.bounce_bytes // self.slot_bytes, self.slab.superblock.num_slots)
+        there, back = (Bounce(num_slots, self.slot_bytes) for _ in range(2))
         self._open_accelerator(pool, back.memory, arena is not None, clock)
         engine = self._open_engine(options.io, self._registered(arena, pool, (there, back)))
-        writer = BlockPort(engine, there, block_bytes, slot_bytes, options.checksum_threads)
-        reader = BlockPort(engine, back, block_bytes, slot_bytes, accelerator=self.accelerator)
+        writer = BlockPort(engine, there, self.num_bytes, options.checksum_threads)
+        reader = BlockPort(engine, back, self.num_bytes, accelerator=self.accelerator)
         return writer, reader
 
     def _open_engine(self, kind: IoKind, buffers: Sequence[Memory]) -> IoEngine:
@@ -328,18 +329,13 @@ class DiskPart:
         """
         far = None if blocks.is_host else self.accelerator
         is_far = far is not None and far.enter()
-        choice = choose(
-            trusted,
-            self.options.verify,
-            self._num_loads,
-            self.options.sample_every,
-            can_check=not is_far,
-        )
+        options = self.options
+        checked = choose(trusted, options.verify, self._num_loads, options.sample_every)
         self._num_loads += len(trusted)
-        direct = choice.direct
+        direct = ~checked if is_far else np.ones(len(slots), bool)
         if far is not None:
             direct = direct & far.holds(blocks) if is_far else np.zeros(len(slots), bool)
-        read, checked = self._reader.read, choice.checked
+        read = self._reader.read
         done, crcs = read(slots, blocks, checked, limit.ends_at, direct)
         if far is None or not direct.any():
             self.reads.note("read", done, limit.is_patient)
@@ -359,7 +355,9 @@ class DiskPart:
         if not (done < 0).any():
             return
         bad = slots[np.isin(-done, MEDIUM_ERRORS)]
-        if len(bad) and not health.is_open:  # else the errors concern the disk, not single slots
+        if (
+            len(bad) and not health.breaker.is_open
+        ):  # else the errors concern the disk, not single slots
             self._slots.quarantine(bad)
             logger.warning("slots quarantined path=%s slots=%s", self.options.path, bad.tolist())
             try:
@@ -410,7 +408,7 @@ class DiskPart:
 
     # -- upkeep ------------------------------------------------------------------------------------
 
-    def scrub(self, max_bytes: int) -> ScrubResult:
+    def scrub(self, max_bytes: int) -> ScrubReport:
         """Verify the next blocks, about ``max_bytes`` of them, whether they are in use or not.
 
         A damaged block is dropped, unless it was rewritten meanwhile.
@@ -423,8 +421,7 @@ class DiskPart:
         slots = self._round.take(self.slab.table.kinds, max(1, max_bytes // self.slot_bytes))
         records, _ = self.slab.look_up(slots)
         records = records[records["kind"] == RecordKind.PUT]
-        corrupt: list[Slot] = []
-        failed: list[Slot] = []
+        num_damaged = num_failed = 0
         for start in range(0, len(records), bounce.num_slots):
             part = records[start : start + bounce.num_slots]
             done, right = check_blocks(
@@ -432,12 +429,11 @@ class DiskPart:
             )
             self.reads.note("read", done)
             self.slab.trust(part[right])
-            corrupt += [Slot(slot) for slot in self._drop(part[(done >= 0) & ~right]).tolist()]
-            places = part["slot"].astype(np.int64)
-            failed += [Slot(slot) for slot in places[done < 0].tolist()]
-            self._quarantine(places, done, self.reads)
+            num_damaged += len(self._drop(part[(done >= 0) & ~right]))
+            num_failed += int((done < 0).sum())
+            self._quarantine(part["slot"].astype(np.int64), done, self.reads)
         num_bytes = len(records) * self.slot_bytes
-        return ScrubResult(len(records), num_bytes, tuple(corrupt), tuple(failed))
+        return ScrubReport(len(records), num_bytes, num_damaged, num_failed)
 
     def findings(self) -> list[Finding]:
         """Return the path, the I/O engines in use, and the state of the path to an accelerator."""

@@ -316,9 +316,7 @@ class DiskTier(StorageTier):
     # -- upkeep ------------------------------------------------------------------------------------
 
     def scrub(self, max_bytes: int) -> ScrubReport:
-        seen = self.blocks.scrub(max_bytes)
-        num_lost = len(seen.corrupt), len(seen.failed)
-        return ScrubReport(seen.num_checked, seen.num_bytes, *num_lost)
+        return self.blocks.scrub(max_bytes)
 
     def findings(self) -> list[Finding]:
         return self.blocks.findings()

@@ -109,7 +109,7 @@ def check_slab(
         path=str(folder),
         num_blocks=len(checked.live),
         num_bytes=len(checked.live) * content.superblock.slot_bytes,
-        bad_blocks=tuple(_bad_blocks(checked, content.found.namespaces)),
+        bad_blocks=tuple(_bad_blocks(checked, content)),
         num_damaged_records=content.found.num_invalid,
         num_whole_superblocks=content.num_whole,
         was_clean=content.superblock.is_clean,
@@ -122,14 +122,16 @@ def check_slab(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Checked:
-    """Records of blocks and of quarantined slots, with the results of reading them."""
+    """Records of blocks and of quarantined slots, with the results of reading them.
+
+    readable: which of the quarantined slots can be read again.
+    """
 
     live: Records
-    live_done: Int64s
-    live_right: Bools
+    done: Int64s
+    right: Bools
     quarantined: Records
-    quarantined_done: Int64s
-    slot_bytes: int
+    readable: Bools
 
 
 def _check(folder: Path, content: Content, progress: Progress, system: DiskSystem) -> _Checked:
@@ -143,7 +145,7 @@ def _check(folder: Path, content: Content, progress: Progress, system: DiskSyste
         again, _ = _read(fd, superblock, quarantined, lambda _done, _all: None, system)
     finally:
         os.close(fd)
-    return _Checked(live, done, right, quarantined, again, superblock.slot_bytes)
+    return _Checked(live, done, right, quarantined, again == superblock.slot_bytes)
 
 
 def _read(
@@ -169,13 +171,12 @@ def _repair(folder: Path, checked: _Checked, system: DiskSystem) -> int:
     slab = open_slab(folder, system)
     is_done = False
     try:
-        unreadable = checked.live[checked.live_done < 0]
+        unreadable = checked.live[checked.done < 0]
         slab.mark_bad(unreadable["slot"].astype(np.int64))
-        wrong = checked.live[~checked.live_right & (checked.live_done >= 0)]
+        wrong = checked.live[~checked.right & (checked.done >= 0)]
         # Slots beyond the end of the file are not part of the opened slab.
         slab.delete_if_unchanged(wrong[wrong["slot"] < len(slab.table)])
-        readable = checked.quarantined_done == checked.slot_bytes
-        released = slab.delete_if_unchanged(checked.quarantined[readable])
+        released = slab.delete_if_unchanged(checked.quarantined[checked.readable])
         slab.compact()
         is_done = True
     except OSError as error:
@@ -185,11 +186,11 @@ def _repair(folder: Path, checked: _Checked, system: DiskSystem) -> int:
     return len(released)
 
 
-def _bad_blocks(checked: _Checked, namespaces: dict[int, bytes]) -> list[BadBlock]:
-    bad = []
-    for at in np.flatnonzero(~checked.live_right).tolist():
-        record, done = checked.live[at], int(checked.live_done[at])
-        reason = "unreadable" if done < 0 else "short" if done < checked.slot_bytes else "checksum"
-        namespace = namespaces.get(int(record["namespace"]), b"").hex()
+def _bad_blocks(checked: _Checked, content: Content) -> list[BadBlock]:
+    bad, slot_bytes = [], content.superblock.slot_bytes
+    for at in np.flatnonzero(~checked.right).tolist():
+        record, done = checked.live[at], int(checked.done[at])
+        reason = "unreadable" if done < 0 else "short" if done < slot_bytes else "checksum"
+        namespace = content.found.namespaces.get(int(record["namespace"]), b"").hex()
         bad.append(BadBlock(int(record["slot"]), record["key"].tobytes().hex(), namespace, reason))
     return bad

@@ -163,7 +163,7 @@ class DiskReader(StorageTier):
         try:
             with self._lock:
                 slab = self._followed(may_open=is_free)
-                if slab is None or not self._health.is_passable:
+                if slab is None or not self._health.breaker.is_passable:
                     return [Outcome.ABSENT] * len(keys)
                 slots = slab.slots.find(as_keys(list(keys)))
         finally:
@@ -189,7 +189,7 @@ class DiskReader(StorageTier):
         with self._reading:
             with self._lock:
                 slab = self._followed(may_open=True)
-                if slab is None or not self._health.enter():
+                if slab is None or not self._health.breaker.enter():
                     return [Outcome.FAILED] * len(keys)
                 slots = slab.slots.find(as_keys(list(keys)))
                 at = np.flatnonzero(slots >= 0)
@@ -242,9 +242,7 @@ class DiskReader(StorageTier):
             self._engine = self._system.open_engine(
                 slab.data_fd, self._options.io, [self._bounce.memory], self._options.queue_depth
             )
-        return BlockPort(
-            self._engine, self._bounce, self._wanted.block_bytes, self._wanted.slot_bytes
-        )
+        return BlockPort(self._engine, self._bounce, self._wanted.block_bytes)
 
     def _leave(self) -> None:
         engine, self._engine = self._engine, None

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.hot import crc32c_many
-from kvtier.core.types import Slot
 from kvtier.tiers.disk.arrays import Bools, Int64s
 from kvtier.tiers.disk.bounce import Bounce
 from kvtier.tiers.disk.format.records import RecordKind, Records
 from kvtier.tiers.disk.io import IoEngine
-
-
-@dataclass(frozen=True, slots=True)
-class ScrubResult:
-    """Result of a scrub. corrupt: slots with wrong bytes. failed: slots that could not be read."""
-
-    num_checked: int = 0
-    num_bytes: int = 0
-    corrupt: tuple[Slot, ...] = ()
-    failed: tuple[Slot, ...] = ()
-
-    @classmethod
-    def sum(cls, scrubs: Sequence[ScrubResult]) -> ScrubResult:
-        """Add up the results of several scrubs."""
-        return cls(
-            sum(scrub.num_checked for scrub in scrubs),
-            sum(scrub.num_bytes for scrub in scrubs),
-            tuple(slot for scrub in scrubs for slot in scrub.corrupt),
-            tuple(slot for scrub in scrubs for slot in scrub.failed),
-        )
 
 
 def check_blocks(

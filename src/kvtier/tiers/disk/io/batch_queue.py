@@ -115,7 +115,9 @@ class BatchQueue:
         self._events = (BatchEvent * max_requests)()
         self._under_way: dict[int, _Request] = {}
         self._last_cookie = 0
-        self._id = self._set_up()
+        made = c_void_p()
+        self._library.check("BatchIOSetUp", byref(made), self._max_requests)
+        self._id = made.value or 0
 
     def close(self) -> None:
         """Destroy the batch. Nothing may be in flight."""
@@ -149,11 +151,6 @@ class BatchQueue:
                 self._collect(batch, left, grace_s)
 
     # -- one batch --------------------------------------------------------------------------------
-
-    def _set_up(self) -> int:
-        made = c_void_p()
-        self._library.check("BatchIOSetUp", byref(made), self._max_requests)
-        return made.value or 0
 
     def _submit(self, batch: RegisteredBatch, some: list[_Request]) -> bool:
         """Submit requests. Return False if certainly none of them is in flight."""
@@ -198,7 +195,10 @@ class BatchQueue:
                     _settle(batch, request, event, left)
         if is_cancelled:  # it is undocumented whether a cancelled batch can be reused
             self.close()
-            self._id = self._set_up_again()
+            made = c_void_p()
+            if code := self._library.code("BatchIOSetUp", byref(made), self._max_requests):
+                self._on_lost(f"no new batch can be set up: {code}")
+            self._id = 0 if code else made.value or 0
 
     def _wait(self, seconds: float) -> list[BatchEvent]:
         """Return the events of requests that have ended."""
@@ -219,14 +219,6 @@ class BatchQueue:
             time.sleep(PAUSE_S)  # some drivers return before the timeout
         some = self._events[: min(num.value, most)]
         return [event for event in some if not event.status & (WAITING | PENDING)]
-
-    def _set_up_again(self) -> int:
-        made = c_void_p()
-        code = self._library.code("BatchIOSetUp", byref(made), self._max_requests)
-        if code:
-            self._on_lost(f"no new batch can be set up: {code}")
-            return 0
-        return made.value or 0
 
 
 def _settle(
