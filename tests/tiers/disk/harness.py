@@ -173,10 +173,15 @@ class Harness:
         places = [self.arena.address(place) for place in range(num_blocks)]
         return Pieces.whole(places, self.num_bytes)
 
+    def allocate(self, num_slots: int) -> list[Slot]:
+        """Allocate slots; there must be enough."""
+        slots = self.tier.allocate(num_slots)
+        assert slots is not None, "no room"
+        return slots
+
     def put(self, *numbers: int) -> list[Slot]:
         """Allocate slots and store blocks; every store must be acknowledged."""
-        slots = self.tier.allocate(len(numbers))
-        assert slots is not None, "no room"
+        slots = self.allocate(len(numbers))
         assert self.store([key(number) for number in numbers], slots) == [True] * len(numbers)
         return slots
 

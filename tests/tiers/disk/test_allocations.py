@@ -18,11 +18,14 @@ import pytest
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import Direct
 from kvtier.devices.base import Memory
+from kvtier.layout import KVGroup
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk.io import direct, file_library
 from tests.kit.fakes.storage import LIBRARIES, Fault
 from tests.tiers.disk.accelerated import (
     BY_LAYER,
+    GQA,
+    MLA,
     THERE,
     Accelerated,
     accelerated,
@@ -38,15 +41,18 @@ IN_THIRD = 16 * 3 + 6
 second layer, has of block 3."""
 
 
-@pytest.mark.parametrize("is_whole", [True, False], ids=["all of them", "the first"])
+@pytest.mark.parametrize(
+    ("group", "cuts", "num_known"),
+    [(GQA, BY_LAYER, 4), (GQA, BY_LAYER, 1), (GQA, (), 1), (MLA, (), 1)],
+    ids=["all", "only the first", "one", "MLA"],
+)
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_blocks_go_straight_where_every_allocation_was_told_of(
-    name: str, is_whole: bool, tmp_path: Path
+def test_blocks_go_straight_where_every_allocation_is_known(
+    name: str, group: KVGroup, cuts: tuple[int, ...], num_known: int, tmp_path: Path
 ) -> None:
-    with accelerated(name, tmp_path, cuts=BY_LAYER) as harness:
-        assert len(harness.allocations) == 4
-        if not is_whole:
-            del harness.allocations[1:]
+    with accelerated(name, tmp_path, group=group, cuts=cuts) as harness:
+        is_whole = num_known == len(harness.allocations)
+        del harness.allocations[num_known:]
         tier = harness.stored()
         copies = harness.fake.count("copies")
         assert tier.get(keys(), harness.in_pool(), 60) == THERE
@@ -54,6 +60,9 @@ def test_blocks_go_straight_where_every_allocation_was_told_of(
         went_straight = harness.fake.num_transfers > 0 and harness.fake.count("copies") == copies
         assert went_straight == is_whole
         assert (line_of(tier, "disk to device").found == "direct") == is_whole
+        kind = harness.pool.memory.kind
+        assert kind in tier.facts.reaches
+        assert not tier.facts.can_write_from(kind), "no checksum is computed there"
 
 
 @pytest.mark.parametrize("name", REGISTERING)

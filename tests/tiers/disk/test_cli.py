@@ -37,8 +37,7 @@ def run_json(*words: object) -> tuple[int, dict[str, object]]:
 
 def fill(here: Harness) -> None:
     """Store three blocks of one namespace, three younger ones of another; forget one of these."""
-    slots = here.tier.allocate(6)
-    assert slots is not None
+    slots = here.allocate(6)
     assert all(here.store([key(n) for n in range(3)], slots[:3], namespace=b"1" * 32))
     here.clock.now += 86400
     assert all(here.store([key(n) for n in range(3, 6)], slots[3:], namespace=b"2" * 32))

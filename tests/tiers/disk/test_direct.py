@@ -16,12 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.core.errors import ConfigError
+from kvtier.core.hot import crc32c
 from kvtier.core.types import Direct, IoKind, Slot, Verify
 from kvtier.devices.base import Memory
 from kvtier.layout import DType, KVGroup, full_attention, named_layout, repack
 from kvtier.layout.named import ORDERS
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import DeviceTier, Outcome, Pieces
+from kvtier.tiers.crc_join import joined_crcs
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
 from kvtier.tiers.disk.direct import Pool, choose
@@ -249,6 +251,31 @@ def test_a_wrong_byte_in_any_layer_is_noticed(tmp_path: Path, io: IoKind) -> Non
                 file.seek(at * MLA.bytes_per_block + end - 1)
                 file.write(bytes([byte ^ 1]))
         assert disk.get(keys(), pieces, 60) == [Outcome.DAMAGED] * NUM_BLOCKS
+
+
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=5),
+    num_blocks=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_checksum_of_pieces_is_that_of_the_whole(
+    sizes: list[int], num_blocks: int, seed: int
+) -> None:
+    content = np.random.default_rng(seed).integers(0, 256, (num_blocks, sum(sizes)), np.uint8)
+    ends = np.cumsum(sizes)
+
+    def crc(block: np.ndarray) -> int:
+        return crc32c(block.ctypes.data, len(block))
+
+    of_pieces = np.array(
+        [
+            [crc(block[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+            for block in content
+        ],
+        np.uint32,
+    )
+    found = joined_crcs(of_pieces, np.array(sizes, np.int64))
+    assert found.tolist() == [crc(block) for block in content]
 
 
 # -- nothing is left behind ------------------------------------------------------------------------

@@ -41,8 +41,7 @@ def test_read_error_is_a_failed_load_and_its_slot_is_not_used_again(
         here.tier.free(slots)
         assert here.tier.slots.num_quarantined == 1
         all_slots_accounted_for(here, 0)
-        rest = here.tier.allocate(7)
-        assert rest is not None
+        rest = here.allocate(7)
         assert slots[nth - 1] not in rest
         assert here.tier.allocate(1) is None
         here.tier.free(rest)
@@ -94,8 +93,7 @@ def test_failed_write_is_not_acknowledged_and_not_found(
 ) -> None:
     system = FaultyDisk()
     with harness(tmp_path, 8, system=system) as here:
-        slots = here.tier.allocate(5)
-        assert slots is not None
+        slots = here.allocate(5)
         system.fail("write", nth, code)
         keys = [key(number) for number in range(5)]
         right = [at != nth - 1 for at in range(5)]
@@ -112,8 +110,7 @@ def test_failed_write_is_not_acknowledged_and_not_found(
 def test_short_write_is_not_acknowledged_and_not_found(tmp_path: Path) -> None:
     system = FaultyDisk()
     with harness(tmp_path, system=system, group=ALIGNED) as here:
-        slots = here.tier.allocate(2)
-        assert slots is not None
+        slots = here.allocate(2)
         system.cut_short("write", 1)
         assert here.store([key(1), key(2)], slots) == [False, True]
         here.crash()
@@ -125,8 +122,7 @@ def test_block_that_was_overwritten_half_way_does_not_come_back(tmp_path: Path) 
     system = FaultyDisk()
     with harness(tmp_path, 1, system=system) as here:
         here.tier.free(here.put(1))
-        slots = here.tier.allocate(1)
-        assert slots is not None
+        slots = here.allocate(1)
         system.cut_short("write")
         assert here.store([key(2)], slots) == [False]
         here.reopen(verify="off")
@@ -140,8 +136,7 @@ def test_journal_that_can_not_grow_refuses_the_batch(tmp_path: Path, code: int, 
     system = FaultyDisk()
     with harness(tmp_path, 2, system=system) as here:
         here.tier.free(here.put(1, 2))
-        slots = here.tier.allocate(2)
-        assert slots is not None
+        slots = here.allocate(2)
         system.fail("journal", nth, code)
         assert here.store([key(3), key(4)], slots) == [False, False]
         here.tier.free(slots)
@@ -167,8 +162,7 @@ def test_journal_that_can_not_be_cut_is_begun_anew(
         with monkeypatch.context() as patch:
             patch.setattr(system, "truncate", refuse)
             system.fail("journal")
-            slots = here.tier.allocate(1)
-            assert slots is not None
+            slots = here.allocate(1)
             assert here.store([key(2)], slots) == [False]
         assert here.store([key(3)], slots) == [True]
         assert (here.options.path / "journal").stat().st_ino != before
@@ -183,8 +177,7 @@ def test_journal_that_can_not_be_begun_anew_stops_the_writes_only(
     system = FaultyDisk()
     with harness(tmp_path, 8, system=system, errors_until_off=3) as here:
         kept = here.put(1)
-        slots = here.tier.allocate(3)
-        assert slots is not None
+        slots = here.allocate(3)
         with monkeypatch.context() as patch:
             patch.setattr(system, "truncate", refuse)
             patch.setattr(system, "replace", refuse)
@@ -210,8 +203,7 @@ def test_failed_sync_is_not_acknowledged_and_no_later_close_is_believed(
     settings: Any = {"durability": "power", "verify": "off", "errors_until_off": 2}
     with harness(tmp_path, 4, system=system, **settings) as here:
         here.tier.free(here.put(1, 2, 3, 4)[:2])
-        slots = here.tier.allocate(2)
-        assert slots is not None
+        slots = here.allocate(2)
         system.fail("sync", nth)
         assert here.store([key(5), key(6)], slots) == [False, False]
         here.monotonic.now += 1
@@ -230,8 +222,7 @@ def test_load_does_not_wait_for_a_store(tmp_path: Path) -> None:
     system = FaultyDisk()
     with harness(tmp_path, system=system) as here:
         slots = here.put(1)
-        more = here.tier.allocate(1)
-        assert more is not None
+        more = here.allocate(1)
         system.hold("write")
         name = BlockName(b"n" * 32, 0, key(1))
         to = Pieces.whole([here.arena.address(10)], here.num_bytes)
@@ -262,8 +253,7 @@ def test_a_slot_that_is_found_bad_while_it_is_written_stays_so(tmp_path: Path) -
     """A finding made after the block's number was taken is newer than the block."""
     system = RewritingDisk()
     with harness(tmp_path, 4, system=system) as here:
-        slots = here.tier.allocate(2)
-        assert slots is not None
+        slots = here.allocate(2)
         slab = here.tier.parts[0].slab
         system.before_write = lambda: slab.mark_bad(np.array(slots[:1], np.int64))
         assert here.store([key(1), key(2)], slots) == [False, True]

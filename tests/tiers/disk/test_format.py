@@ -236,8 +236,7 @@ def test_more_namespaces_than_numbers_share_one(
 ) -> None:
     monkeypatch.setattr("kvtier.tiers.disk.slab.MAX_NAMESPACES", 3)
     with harness(tmp_path, 8) as here:
-        slots = here.tier.allocate(6)
-        assert slots is not None
+        slots = here.allocate(6)
         for number, slot in enumerate(slots):
             assert here.store([key(number)], [slot], namespace=bytes([number]) * 32) == [True]
         assert records_of(here.options.path, 8)["namespace"][slots].tolist() == [1, 2, 3, 0, 0, 0]

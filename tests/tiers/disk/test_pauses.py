@@ -32,8 +32,7 @@ def test_errors_in_a_row_stop_what_fails_and_nothing_else(
     system = FaultyDisk()
     with harness(tmp_path, 24, system=system, errors_until_off=4) as here:
         kept = here.put(*range(8))
-        slots = here.tier.allocate(8)
-        assert slots is not None
+        slots = here.allocate(8)
         system.fail(operation, 1, code, count=4)
         with caplog.at_level(logging.ERROR):
             for number in range(8):
@@ -76,8 +75,7 @@ def test_a_disk_that_hangs_is_waited_for_a_few_times(tmp_path: Path, operation: 
     system = FaultyDisk()
     with harness(tmp_path, 24, system=system, errors_until_off=1000) as here:
         kept = here.put(*range(8))
-        slots = here.tier.allocate(8)
-        assert slots is not None
+        slots = here.allocate(8)
         system.fail(operation, 1, errno.ECANCELED, count=8 * 4)
 
         def use() -> bool:
@@ -143,8 +141,7 @@ def test_reads_do_not_hide_that_nothing_can_be_written(tmp_path: Path) -> None:
     with harness(tmp_path, system=system, errors_until_off=3) as here:
         slots = here.put(1)
         system.fail("write", 1, errno.ENOSPC, count=3)
-        more = here.tier.allocate(1)
-        assert more is not None
+        more = here.allocate(1)
         for _ in range(3):
             assert here.load([key(1)], slots) == [OK]
             assert here.store([key(2)], more) == [False]

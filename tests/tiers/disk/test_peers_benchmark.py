@@ -78,33 +78,22 @@ def test_contest_counts_no_wrong_block_of_an_honest_store(contest: Contest) -> N
     assert contest.read([numbers])["wrong"] == 0
 
 
-@pytest.mark.parametrize("at", [0, LAYER_BYTES - 1])
-def test_contest_counts_a_wrong_byte(
-    contest: Contest, monkeypatch: pytest.MonkeyPatch, at: int
+@pytest.mark.parametrize("damage", ["first byte", "last byte", "not read", "another block"])
+def test_contest_counts_wrong_blocks(
+    contest: Contest, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     load = contest.store.load
 
     def spoil(numbers: list[int]) -> None:
-        load(numbers)
-        contest.arena.blocks[5, at] ^= 1
+        if damage == "another block":
+            load([number + BATCH for number in numbers])
+        elif damage != "not read":
+            load(numbers)
+            contest.arena.blocks[5, 0 if damage == "first byte" else -1] ^= 1
 
     monkeypatch.setattr(contest.store, "load", spoil)
-    assert contest.read([list(range(BATCH))])["wrong"] == 1
-
-
-def test_contest_counts_a_block_that_was_not_read(
-    contest: Contest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(contest.store, "load", lambda numbers: None)
-    assert contest.read([list(range(BATCH))])["wrong"] == BATCH
-
-
-def test_contest_counts_a_block_in_the_place_of_another(
-    contest: Contest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load = contest.store.load
-    monkeypatch.setattr(contest.store, "load", lambda numbers: load([n + BATCH for n in numbers]))
-    assert contest.read([list(range(BATCH))])["wrong"] == BATCH
+    expected = 1 if "byte" in damage else BATCH
+    assert contest.read([list(range(BATCH))])["wrong"] == expected
 
 
 def test_wrong_bytes_end_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

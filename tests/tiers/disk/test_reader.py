@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,9 +14,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import BlockName
-from kvtier.tiers import Outcome
+from kvtier.layout import opaque
+from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.disk import DiskOptions, DiskReader, DiskTier
-from tests.tiers.disk.harness import ALIGNED, NAMESPACE, SLOT_BYTES, UNTOUCHED, Arena, block, key
+from tests.tiers.disk.harness import (
+    ALIGNED,
+    NAMESPACE,
+    SLOT_BYTES,
+    UNTOUCHED,
+    Arena,
+    block,
+    key,
+    spoil,
+)
 
 THERE, ABSENT, DAMAGED = Outcome.THERE, Outcome.ABSENT, Outcome.DAMAGED
 NUM_BYTES = ALIGNED.bytes_per_block
@@ -35,9 +46,7 @@ class Pair:
         self.owner = DiskTier(self.options, ALIGNED)
         return self.owner
 
-    def pieces(self, num: int):  # type: ignore[no-untyped-def]
-        from kvtier.tiers import Pieces
-
+    def pieces(self, num: int) -> Pieces:
         return Pieces.whole([self.arena.address(place) for place in range(num)], NUM_BYTES)
 
     def put(self, *numbers: int) -> None:
@@ -133,10 +142,7 @@ def test_reader_changes_nothing(pair: Pair) -> None:
 def test_flipped_bit_is_noticed_and_not_asked_for_again(pair: Pair) -> None:
     pair.open()
     pair.put(1, 2)
-    with (pair.options.path / "data.slab").open("r+b") as file:
-        byte = file.read(1)
-        file.seek(0)
-        file.write(bytes([byte[0] ^ 1]))
+    spoil(pair.options.path, 0)
     assert pair.get(1, 2) == [DAMAGED, THERE]
     assert pair.find(1, 2) == [ABSENT, THERE]
 
@@ -183,15 +189,9 @@ def test_slot_that_is_written_anew_while_it_is_read_is_no_hit(
 def test_slab_of_something_else_is_not_read(pair: Pair) -> None:
     pair.open()
     pair.put(1)
-    other = DiskReader(DiskOptions(pair.options.path, 1 << 20), _other_group())
+    other = DiskReader(DiskOptions(pair.options.path, 1 << 20), opaque(NUM_BYTES))
     assert other.find([key(1)]) == [ABSENT]
     other.close()
-
-
-def _other_group():
-    from kvtier.layout import opaque
-
-    return opaque(NUM_BYTES)
 
 
 def test_capacity_below_one_block_is_refused(tmp_path: Path) -> None:
@@ -204,8 +204,6 @@ class ReaderMachine(RuleBasedStateMachine):
 
     @initialize(shift=st.sampled_from([0, 8]))
     def begin(self, shift: int) -> None:
-        import tempfile
-
         self.folder = tempfile.mkdtemp()
         self.pair = Pair(Path(self.folder) / "slab", shift)
         self.pair.open()

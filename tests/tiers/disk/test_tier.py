@@ -128,8 +128,7 @@ def test_another_blocks_slot_is_a_miss_and_keeps_its_block(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", [key(1), BlockKey(bytes(32))])
 def test_slot_without_a_block_is_a_miss(tmp_path: Path, name: BlockKey) -> None:
     with harness(tmp_path) as here:
-        slots = here.tier.allocate(1)
-        assert slots is not None
+        slots = here.allocate(1)
         assert here.tier.load([name], slots, here.pieces(1)) == [CORRUPT]
 
 
@@ -195,8 +194,7 @@ def test_unclaimed_blocks_make_room_oldest_first_deepest_first(tmp_path: Path) -
         assert here.tier.num_free == 6
         dropped = []
         for _ in range(6):
-            slots = here.tier.allocate(1)
-            assert slots is not None
+            slots = here.allocate(1)
             dropped += slots
         assert dropped == [*reversed(old), *reversed(young)]
         assert here.tier.allocate(1) is None
@@ -206,14 +204,12 @@ def test_free_slots_go_before_unclaimed_blocks(tmp_path: Path) -> None:
     with harness(tmp_path, 6) as here:
         slots = here.put(0, 1, 2)
         here.reopen()
-        fresh = here.tier.allocate(3)
-        assert fresh is not None
+        fresh = here.allocate(3)
         assert set(fresh).isdisjoint(slots)
         assert here.tier.slots.num_unclaimed == 3
         assert here.claim([key(0)]) == slots[:1]
         assert here.tier.allocate(3) is None
-        last = here.tier.allocate(2)
-        assert last is not None
+        last = here.allocate(2)
         assert set(last) == set(slots[1:])
         here.tier.check_invariants()
 
@@ -254,8 +250,7 @@ def test_of_two_slots_with_one_key_the_later_one_counts(tmp_path: Path) -> None:
         assert here.tier.slots.num_unclaimed == 1
         assert here.claim([key(1)]) == second
         assert here.load([key(1)], second) == [OK]
-        rest = here.tier.allocate(3)
-        assert rest is not None
+        rest = here.allocate(3)
         assert first[0] in rest
         here.tier.check_invariants()
 
@@ -283,8 +278,7 @@ def test_used_slab_keeps_its_namespaces_and_journal_short(tmp_path: Path) -> Non
         for number in range(400):
             if len(in_use) == 8:
                 here.tier.free([in_use.pop(rng.choice(sorted(in_use)))])
-            slots = here.tier.allocate(1)
-            assert slots is not None
+            slots = here.allocate(1)
             assert here.store([key(number)], slots, namespace=bytes([number % 50]) * 32) == [True]
             in_use[number] = slots[0]
             assert (here.options.path / "journal").stat().st_size < 64 * 150

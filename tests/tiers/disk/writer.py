@@ -39,8 +39,7 @@ def write(path: Path, num_slots: int, num_parts: int, seed: int, first: int) -> 
                 if rng.random() < 0.2:
                     here.tier.forget([slot])
                 here.tier.free([slot])
-            slots = here.tier.allocate(wanted)
-            assert slots is not None
+            slots = here.allocate(wanted)
             numbers = range(number + 1, number + 1 + wanted)
             number += wanted
             for each, slot, ok in zip(

@@ -94,12 +94,8 @@ class Accelerator:
     def copy(self, src: Uint64s, dst: Uint64s, size: Int64s) -> None:
         """Copy pieces from the buffer to the accelerator's memory.
 
-        A piece that spans two allocations is split: no driver copies across them.
-
-        Args:
-            src: address of each piece in the buffer.
-            dst: address of each piece in the accelerator's memory.
-            size: bytes of each piece.
+        A piece that spans two allocations is split: no driver copies across them. src, dst:
+            addresses of the pieces. size: bytes of each.
         """
         copies = Copies(dst, src, size.astype(np.uint64)).cut(dst, self._edges)
         batch = CopyBatch(

@@ -19,7 +19,7 @@ from kvtier.layout import KVGroup
 from kvtier.tiers.base import SlotAllocator
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk.arrays import Bools, Int64s
-from kvtier.tiers.disk.direct import Pool, PoolPath, describe_path
+from kvtier.tiers.disk.direct import Pool, PoolPath
 from kvtier.tiers.disk.format.membership import leave
 from kvtier.tiers.disk.format.records import KEY_BYTES, RecordKind, Records, as_words, same_keys
 from kvtier.tiers.disk.format.rows import SlotRows
@@ -364,7 +364,7 @@ class DiskBlocks(SlotAllocator):
 
     def _describe_path(self, pool: Pool) -> Finding:
         has_host = self._arena is not None and self._arena.address != pool.memory.address
-        return describe_path(self.options.direct, pool, has_host, self.pool_path)
+        return self.pool_path.finding(self.options.direct, pool, has_host)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if counts disagree. O(num_slots); no other call may run."""

@@ -55,6 +55,8 @@ def why_bounced(sizes: Int64s) -> str:
 class Bounce:
     """Bounce buffer: ``num_slots`` page-aligned slots of ``slot_bytes``. One thread uses it.
 
+    rows: uint8 [num_slots, slot_bytes], the bytes of the slots.
+
     The bytes of a slot after its block are always zero, because only blocks are copied in.
     """
 
@@ -64,7 +66,8 @@ class Bounce:
         self.slot_bytes = slot_bytes
         num_bytes = self.num_slots * slot_bytes
         buffer = pages.anonymous(num_bytes)
-        address = np.frombuffer(buffer, np.uint8).ctypes.data
+        self.rows = np.frombuffer(buffer, np.uint8).reshape(self.num_slots, slot_bytes)
+        address = self.rows.ctypes.data
         self.memory = Memory(address, num_bytes, "host", buffer)
         self.addresses: Uint64s = (address + np.arange(self.num_slots) * slot_bytes).astype(
             np.uint64

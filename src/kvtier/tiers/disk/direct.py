@@ -77,25 +77,30 @@ class PoolPath:
         """Whether the file library itself moves the blocks through host memory."""
         return not self.reason and self.probe is not None and self.probe.is_bounced
 
-    def __str__(self) -> str:
-        return "direct, in compatibility mode" if self.is_compatible else "direct"
+    def finding(self, direct: Direct, pool: Pool, has_host: bool) -> Finding:
+        """Describe the path, and why it is this one. has_host: whether there is a host tier."""
+        topic = "disk to device"
+        if direct is Direct.OFF:
+            return Finding(topic, "through host memory", "direct is off")
+        way = "direct, in compatibility mode" if self.is_compatible else "direct"
+        if has_host and direct is Direct.AUTO:
+            note = f"{way} while host memory is full"
+            if self.reason:
+                note = f"also while host memory is full: {self.reason}"
+            return Finding(topic, "through host memory", note)
+        if self.reason:
+            return Finding(topic, "through a buffer", self.reason)
+        return Finding(topic, way, str(pool))
 
 
 def find_pool_path(
     options: DiskOptions, pool: Pool | None, slot_bytes: int, is_direct: bool
 ) -> PoolPath:
-    """Find the path of blocks to ``pool``.
+    """Find the path of blocks to ``pool``; one to accelerator memory is tried in another process.
 
-    A path to accelerator memory is tried in a separate process.
+    is_direct: whether the data file was opened with O_DIRECT.
 
-    Args:
-        options: settings of the disk tier.
-        pool: the engine's KV pool, if known.
-        slot_bytes: bytes of a slot of the slab.
-        is_direct: whether the data file was opened with O_DIRECT.
-
-    Raises:
-        ConfigError: direct transfers are required, but impossible.
+    Raises ``ConfigError`` if direct transfers are required, but impossible.
     """
     is_on = options.direct is Direct.ON
     if pool is None:
@@ -142,13 +147,7 @@ def _by_library(options: DiskOptions, device: Device) -> PoolPath:
 
 
 def why_not(pool: Pool, slot_bytes: int, is_direct: bool) -> str:
-    """Return why blocks can't go directly between a slab and ``pool``; "" if they can.
-
-    Args:
-        pool: the engine's KV pool.
-        slot_bytes: bytes of a slot of the slab.
-        is_direct: whether the data file was opened with O_DIRECT.
-    """
+    """Return why blocks can't go directly between a slab and ``pool``; "" if they can."""
     if not is_direct:
         return "the file system has no O_DIRECT"
     if reason := why_bounced(pool.blocks.sizes):
@@ -182,21 +181,6 @@ def check_library(options: DiskOptions, device: Device, reason: str) -> None:
             f"direct: on, and direct reads don't work between {options.path} and {device.name}: "
             f"{reason}; leave it at auto"
         )
-
-
-def describe_path(direct: Direct, pool: Pool, has_host: bool, path: PoolPath) -> Finding:
-    """Describe the path of blocks from disk, and why. has_host: whether there is a host tier."""
-    topic = "disk to device"
-    if direct is Direct.OFF:
-        return Finding(topic, "through host memory", "direct is off")
-    if has_host and direct is Direct.AUTO:
-        note = f"{path} while host memory is full"
-        if path.reason:
-            note = f"also while host memory is full: {path.reason}"
-        return Finding(topic, "through host memory", note)
-    if path.reason:
-        return Finding(topic, "through a buffer", path.reason)
-    return Finding(topic, str(path), str(pool))
 
 
 # -- verification ----------------------------------------------------------------------------------

@@ -202,19 +202,12 @@ class DiskPart:
         numbers: Uint64s,
         ends_at: float = inf,
     ) -> Bools:
-        """Write the parts in ``blocks`` into empty slots.
+        """Write the parts in ``blocks`` into empty slots; see ``DiskBlocks.store``.
 
-        Args:
-            names: names of the blocks.
-            slots: slot of each block.
-            blocks: locations of the parts in memory.
-            numbers: uint64 [n], sequence number of each block's records, the same in all parts;
-                from the slab's ``numbers``.
-            ends_at: deadline of the caller (``monotonic``); that of the options may be earlier.
+        numbers: uint64 [n], sequence number of each block's records, the same in all parts; from
+            the slab's ``numbers``.
 
-        Returns:
-            Bool [n]. True: the part survives the failures that ``options.durability`` names. False:
-            the slot is empty.
+        Returns bool [n]. False: the slot is empty.
         """
         stored = np.zeros(len(names), bool)
         num_opened = self.writes.num_opened
@@ -285,17 +278,10 @@ class DiskPart:
         blocks: Pieces,
         ends_at: float = inf,
     ) -> tuple[Bools, Bools]:
-        """Read parts into ``blocks``.
+        """Read parts into ``blocks``; see ``DiskBlocks.load``.
 
-        Args:
-            keys: keys of the blocks.
-            slots: slot of each block.
-            blocks: locations of the parts in memory.
-            ends_at: see ``store``.
-
-        Returns:
-            Two arrays, bool [n]: which parts are right, verified as ``options.verify`` says, and
-            which could not be read.
+        Returns two arrays, bool [n]: which parts are right, verified as ``options.verify`` says,
+        and which could not be read.
         """
         limit = _Limit(self.options.read_deadline_s, ends_at)
         at = np.array(slots, np.int64)
@@ -355,9 +341,8 @@ class DiskPart:
         if not (done < 0).any():
             return
         bad = slots[np.isin(-done, MEDIUM_ERRORS)]
-        if (
-            len(bad) and not health.breaker.is_open
-        ):  # else the errors concern the disk, not single slots
+        # While the breaker is open, errors concern the disk, not single slots.
+        if len(bad) and not health.breaker.is_open:
             self._slots.quarantine(bad)
             logger.warning("slots quarantined path=%s slots=%s", self.options.path, bad.tolist())
             try:

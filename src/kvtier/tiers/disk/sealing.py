@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import numpy as np
-
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import BlockKey, Direct
 from kvtier.layout import KVGroup
@@ -82,7 +80,7 @@ class Sealing:
         write: writes the blocks at some positions of the call from other memory.
         """
         stored: list[bool] = []
-        rows = self._rows(self._there)
+        rows = self._there.rows
         for first in range(0, len(keys), len(rows)):
             some = list(range(first, min(first + len(rows), len(keys))))
             for row, at in zip(rows, some, strict=False):
@@ -101,7 +99,7 @@ class Sealing:
         read: reads the blocks at some positions of the call into other memory, and verifies them.
         """
         outcomes: list[Outcome] = []
-        rows = self._rows(self._back)
+        rows = self._back.rows
         for first in range(0, len(keys), len(rows)):
             some = list(range(first, min(first + len(rows), len(keys))))
             read_ones = read(some, self._pieces(self._back, len(some)))
@@ -119,7 +117,7 @@ class Sealing:
 
         read: see ``load``.
         """
-        rows = self._rows(self._back)
+        rows = self._back.rows
         some = list(range(min(len(keys), len(rows))))
         outcomes = read(some, self._pieces(self._back, len(some))) if some else []
         heads = [
@@ -134,8 +132,3 @@ class Sealing:
 
     def _pieces(self, buffer: Bounce, num: int) -> Pieces:
         return Pieces.whole(buffer.addresses[:num], self._num_bytes)
-
-    def _rows(self, buffer: Bounce) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-        """Return the buffer as an array: uint8 [num_rows, num_bytes]."""
-        content = np.frombuffer(buffer.memory.owner, np.uint8)  # type: ignore[call-overload]
-        return content.reshape(buffer.num_slots, self._num_bytes)  # type: ignore[no-any-return]

@@ -316,16 +316,14 @@ class Arena:
         return Memory(self.memory.address, self._ready_bytes, "host", self._map)
 
     def findings(self) -> list[Finding]:
-        found = [Finding("huge pages", self._huge_pages), self._node, self._locked_finding()]
+        found = [Finding("huge pages", self._huge_pages), self._node]
+        found.append(Finding("page-locked", *self._describe_locked()))
         ready = f"{self._ready_bytes / 2**30:.2f} of {self.memory.nbytes / 2**30:.2f} GiB ready"
         if self._failure:
             found.append(Finding("host memory", ready, f"allocation failed: {self._failure}"))
         elif not self._done.is_set():
             found.append(Finding("host memory", ready, "the rest is being prepared"))
         return found
-
-    def _locked_finding(self) -> Finding:
-        return Finding("page-locked", *self._describe_locked())
 
     def _describe_locked(self) -> tuple[str, str]:
         refusal = f"the {self._device.name} device does not need or grant it"

@@ -34,14 +34,10 @@ def open_engine(
 ) -> IoEngine:
     """Open an I/O engine for the open file ``fd``.
 
-    Args:
-        fd: descriptor of the file.
-        kind: engine to use; ``auto`` for io_uring if available.
-        buffers: memory that most blocks lie in, to be registered.
-        queue_depth: requests in flight per direction.
+    buffers: memory that most blocks lie in, to be registered. queue_depth: requests in flight per
+        direction.
 
-    Raises:
-        TierError: ``kind`` is ``uring``, and io_uring is not available.
+    Raises ``TierError`` if ``kind`` is ``uring``, and io_uring is not available.
     """
     reason = ""
     if kind is not IoKind.PREADV:
@@ -58,18 +54,9 @@ def open_engine(
 def open_direct(
     fd: int, device: Device, memories: Sequence[Memory], may_bounce: bool
 ) -> DirectEngine:
-    """Open an engine between a file and accelerator memory, using the vendor's file library.
+    """Open an engine between a file and accelerator memory; see ``DirectEngine``.
 
-    ``probe`` must have found that the library works.
-
-    Args:
-        fd: descriptor of the file.
-        device: the accelerator.
-        memories: memory of ``device`` to register.
-        may_bounce: allow the library to move bytes through host memory; False forbids it.
-
-    Raises:
-        TierError: the library, its driver, the file system or the memory is not usable.
+    may_bounce: allow the library to move bytes through host memory; False forbids it.
     """
     vendor = VENDORS[device.file_library]
     with _environment(vendor.variables(may_bounce)):

@@ -339,43 +339,26 @@ class FileLibrary:
     def move(
         self, write: bool, handle: int, base: int, address: int, size: int, offset: int
     ) -> int:
-        """Move one piece between file and accelerator memory.
+        """Move one piece between the file at ``offset`` and accelerator memory.
 
-        Args:
-            write: direction; True writes to the file.
-            handle: handle of the file.
-            base: start of the registration that holds the piece.
-            address: address of the piece.
-            size: bytes of the piece.
-            offset: offset in the file.
+        base: start of the registration that holds the piece.
 
-        Returns:
-            Bytes moved, or -errno.
+        Returns the bytes moved, or -errno.
         """
-        name = f"{self.vendor.prefix}{'Write' if write else 'Read'}"
         base = base if self.has("BufRegister") else address
-        ctypes.set_errno(0)
-        done = self._library.function(name)(handle, base, size, offset, address - base)
-        return outcome(done, size, ctypes.get_errno())
+        name = "Write" if write else "Read"
+        return self._transfer(name, size, handle, base, size, offset, address - base)
 
     def move_vectors(
         self, write: bool, handle: int, vectors: ctypes.Array[Vector], size: int, offset: int
     ) -> int:
-        """Move pieces that are neighbours in the file.
+        """Move pieces that are neighbours in the file, of ``size`` bytes together; see ``move``."""
+        name = "Writev" if write else "Readv"
+        return self._transfer(name, size, handle, vectors, len(vectors), offset, 0)
 
-        Args:
-            write: direction; True writes to the file.
-            handle: handle of the file.
-            vectors: pieces of memory.
-            size: bytes of all pieces.
-            offset: offset in the file.
-
-        Returns:
-            Bytes moved, or -errno.
-        """
-        name = f"{self.vendor.prefix}{'Writev' if write else 'Readv'}"
+    def _transfer(self, name: str, size: int, *arguments: object) -> int:
         ctypes.set_errno(0)
-        done = self._library.function(name)(handle, vectors, len(vectors), offset, 0)
+        done = self._library.function(self.vendor.prefix + name)(*arguments)
         return outcome(done, size, ctypes.get_errno())
 
     def _keep_errno(self, name: str) -> None:

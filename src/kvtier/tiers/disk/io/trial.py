@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Final, cast
+from typing import Any, Final
 
 import numpy as np
 
 from kvtier.core.errors import CacheError, TierError
 from kvtier.core.system.plugins import load_plugin
-from kvtier.devices.base import CopyBatch, Direction, Memory
-from kvtier.devices.driver_device import DriverDevice
+from kvtier.devices.base import CopyBatch, Device, Direction, Memory
 from kvtier.tiers.disk.arrays import Int64s, Uint64s
 from kvtier.tiers.disk.io.base import IO_ALIGNMENT
 from kvtier.tiers.disk.io.direct import DirectEngine
@@ -51,19 +50,15 @@ class TrialResult:
 def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> TrialResult:
     """Write a pattern from accelerator memory to a file, read it back elsewhere, and compare.
 
-    Args:
-        kind: library, as ``VENDORS`` names it.
-        device_name: accelerator, as torch names it.
-        path: an existing file.
-        num_bytes: bytes to move in each direction.
+    kind: library, as ``VENDORS`` names it. device_name: accelerator, as torch names it. path: an
+        existing file. num_bytes: bytes to move in each direction.
 
-    Raises:
-        CacheError: the accelerator or the library failed.
-        OSError: the file or a transfer failed.
+    Raises ``CacheError`` if the accelerator or the library fails, and ``OSError`` if the file or a
+    transfer does.
     """
     vendor = VENDORS[kind]
     with ExitStack() as stack:
-        device = cast(DriverDevice, load_plugin("devices", vendor.device)(device_name, _no_compute))
+        device: Any = load_plugin("devices", vendor.device)(device_name, _no_compute)
         stack.callback(device.close)
         accelerator = device.driver.identity
         # Twice the bytes, to read back to other addresses; one page more, for alignment.
@@ -107,7 +102,7 @@ def _no_compute() -> None:
 
 
 def _copy(
-    device: DriverDevice, memory: Memory, content: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    device: Device, memory: Memory, content: np.ndarray[tuple[int], np.dtype[np.uint8]],
     direction: Direction,
 ) -> None:  # fmt: skip
     """Copy ``content`` to accelerator memory, or fill it from there."""
