@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -33,11 +34,27 @@ inline bool lies_in_memory(std::uint64_t address, std::uint64_t num_bytes) {
          (address != 0 && num_bytes <= kEndOfMemory && address <= kEndOfMemory - num_bytes);
 }
 
+inline void check_memory(const char* name, std::uint64_t address, std::uint64_t num_bytes) {
+  if (!lies_in_memory(address, num_bytes))
+    fail(PyExc_ValueError, "%s: %llu bytes at address %llu do not lie in memory", name,
+         static_cast<unsigned long long>(num_bytes), static_cast<unsigned long long>(address));
+}
+
+// For the piece of memory at a position of an array.
+inline void check_memory(const char* name, std::size_t at, std::uint64_t address,
+                         std::uint64_t num_bytes) {
+  if (!lies_in_memory(address, num_bytes))
+    fail(PyExc_ValueError, "%s[%zu]: %llu bytes at address %llu do not lie in memory", name, at,
+         static_cast<unsigned long long>(num_bytes), static_cast<unsigned long long>(address));
+}
+
+inline std::byte* bytes_at(std::uint64_t address) { return reinterpret_cast<std::byte*>(address); }
+
 // The buffer of a Python object, held for as long as this lives.
 class Buffer {
  public:
-  explicit Buffer(nanobind::handle object)
-      : held_(PyObject_GetBuffer(object.ptr(), &view_, PyBUF_RECORDS_RO) == 0) {
+  explicit Buffer(nanobind::handle object, int flags = PyBUF_RECORDS_RO)
+      : held_(PyObject_GetBuffer(object.ptr(), &view_, flags) == 0) {
     if (!held_) PyErr_Clear();
   }
   ~Buffer() {
@@ -99,11 +116,7 @@ class Pieces {
     if (address_.size() != size_.size())
       fail(PyExc_ValueError, "addresses and sizes must have equal lengths, not %zu and %zu",
            address_.size(), size_.size());
-    for (std::size_t i = 0; i < num(); ++i)
-      if (!lies_in_memory(address()[i], size()[i]))
-        fail(PyExc_ValueError, "addresses[%zu]: %llu bytes at address %llu do not lie in memory", i,
-             static_cast<unsigned long long>(size()[i]),
-             static_cast<unsigned long long>(address()[i]));
+    for (std::size_t i = 0; i < num(); ++i) check_memory("addresses", i, address()[i], size()[i]);
   }
 
   std::size_t num() const { return size_.size(); }

@@ -5,10 +5,10 @@
 
 #include "arrays.hpp"
 #include "bind.hpp"
-#include "checksums.hpp"
 #include "copy/copy_batch.hpp"
 #include "copy/copy_checked.hpp"
 #include "errors.hpp"
+#include "given_arrays.hpp"
 
 namespace nb = nanobind;
 
@@ -20,11 +20,8 @@ std::size_t checked_bytes(const copy::Fragments& list) {
   std::uint64_t num_bytes = 0;
   for (std::size_t i = 0; i < list.num; ++i) {
     const std::uint64_t size = list.size[i];
-    for (const auto& [name, address] : {std::pair{"dst", list.dst[i]}, {"src", list.src[i]}}) {
-      if (!lies_in_memory(address, size))
-        fail(PyExc_ValueError, "%s[%zu]: %llu bytes at address %llu do not lie in memory", name, i,
-             static_cast<unsigned long long>(size), static_cast<unsigned long long>(address));
-    }
+    for (const auto& [name, address] : {std::pair{"dst", list.dst[i]}, {"src", list.src[i]}})
+      check_memory(name, i, address, size);
     if (size > kEndOfMemory - num_bytes)
       fail(PyExc_ValueError, "size: the first %zu fragments are more bytes than there is memory",
            i + 1);

@@ -5,9 +5,9 @@
 
 #include "arrays.hpp"
 #include "bind.hpp"
-#include "checksums.hpp"
 #include "crc/crc32c.hpp"
 #include "errors.hpp"
+#include "given_arrays.hpp"
 
 namespace nb = nanobind;
 

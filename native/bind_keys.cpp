@@ -1,6 +1,4 @@
 // Binding of the tables of keys. Arguments are checked here and trusted inside.
-#include <nanobind/ndarray.h>
-
 #include <cstdint>
 #include <memory>
 #include <random>
@@ -9,6 +7,7 @@
 #include "arrays.hpp"
 #include "bind.hpp"
 #include "errors.hpp"
+#include "given_arrays.hpp"
 #include "keys/key_table.hpp"
 #include "keys/slot_table.hpp"
 
@@ -17,7 +16,7 @@ namespace nb = nanobind;
 namespace kvtier {
 namespace {
 
-using Slots = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
+using Slots = GivenArray<std::int64_t>;
 
 // A one-dimensional array of keys.
 class StridedKeys {
@@ -78,11 +77,7 @@ Slots found_in(const Table& table, nb::handle keys) {
   const KeyArray key(keys);
   auto found = std::make_unique<std::int64_t[]>(key.size());
   table.find(key.data(), key.size(), found.get());
-  std::int64_t* const data = found.get();
-  const nb::capsule owner(
-      data, [](void* memory) noexcept { delete[] static_cast<std::int64_t*>(memory); });
-  found.release();
-  return Slots(data, {key.size()}, owner);
+  return owned(std::move(found), key.size());
 }
 
 class KeyTable {

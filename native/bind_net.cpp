@@ -11,8 +11,8 @@
 
 #include "arrays.hpp"
 #include "bind.hpp"
-#include "checksums.hpp"
 #include "errors.hpp"
+#include "given_arrays.hpp"
 #include "net/receive_values.hpp"
 
 namespace nb = nanobind;

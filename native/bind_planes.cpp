@@ -11,12 +11,6 @@ namespace nb = nanobind;
 namespace kvtier {
 namespace {
 
-void check_memory(const char* name, std::uint64_t address, std::uint64_t num_bytes) {
-  if (!lies_in_memory(address, num_bytes))
-    fail(PyExc_ValueError, "%s: %llu bytes at address %llu do not lie in memory", name,
-         static_cast<unsigned long long>(num_bytes), static_cast<unsigned long long>(address));
-}
-
 planes::Split checked_split(std::uint64_t num_bytes, long long width, long long base) {
   if (width != 1 && width != 2 && width != 4)
     fail(PyExc_ValueError, "width must be 1, 2 or 4, not %lld", width);
@@ -36,12 +30,10 @@ void check_planes(const planes::Split& split, std::uint64_t address, std::uint64
   check_memory("escapes", escapes, num_escapes);
 }
 
-std::byte* at(std::uint64_t address) { return reinterpret_cast<std::byte*>(address); }
-
 std::pair<int, int> choose_planes(std::uint64_t address, std::uint64_t num_bytes) {
   check_memory("address", address, num_bytes);
   const nb::gil_scoped_release others_may_run;
-  const planes::Plan plan = planes::choose(at(address), num_bytes);
+  const planes::Plan plan = planes::choose(bytes_at(address), num_bytes);
   return {plan.width, plan.base};
 }
 
@@ -51,7 +43,8 @@ std::ptrdiff_t split_planes(std::uint64_t address, std::uint64_t num_bytes, long
   const planes::Split split = checked_split(num_bytes, width, base);
   check_planes(split, address, high, low, escapes, max_escapes);
   const nb::gil_scoped_release others_may_run;
-  return planes::split(at(address), split, at(high), at(low), at(escapes), max_escapes);
+  return planes::split(bytes_at(address), split, bytes_at(high), bytes_at(low), bytes_at(escapes),
+                        max_escapes);
 }
 
 bool join_planes(std::uint64_t address, std::uint64_t num_bytes, long long width, long long base,
@@ -60,7 +53,8 @@ bool join_planes(std::uint64_t address, std::uint64_t num_bytes, long long width
   const planes::Split split = checked_split(num_bytes, width, base);
   check_planes(split, address, high, low, escapes, num_escapes);
   const nb::gil_scoped_release others_may_run;
-  return planes::join(at(address), split, at(high), at(low), at(escapes), num_escapes);
+  return planes::join(bytes_at(address), split, bytes_at(high), bytes_at(low), bytes_at(escapes),
+                       num_escapes);
 }
 
 }  // namespace

@@ -15,12 +15,6 @@ namespace {
 constexpr std::uint64_t kScaleBytes = 2;
 constexpr std::uint64_t kMaxElements = std::uint64_t{1} << 40;
 
-void check_memory(const char* name, std::uint64_t address, std::uint64_t num_bytes) {
-  if (!lies_in_memory(address, num_bytes))
-    fail(PyExc_ValueError, "%s: %llu bytes at address %llu do not lie in memory", name,
-         static_cast<unsigned long long>(num_bytes), static_cast<unsigned long long>(address));
-}
-
 std::optional<quantize::Type> type_named(std::string_view name) {
   if (name == "float32") return quantize::Type::float32;
   if (name == "float16") return quantize::Type::float16;
@@ -54,14 +48,12 @@ quantize::Shape checked_shape(std::uint64_t address, std::uint64_t num_tokens,
           *its_code};
 }
 
-std::byte* at(std::uint64_t address) { return reinterpret_cast<std::byte*>(address); }
-
 bool quantize_channels(std::uint64_t address, std::uint64_t num_tokens, std::uint64_t num_channels,
                        nb::str type, nb::str code, std::uint64_t scales, std::uint64_t codes) {
   const quantize::Shape shape =
       checked_shape(address, num_tokens, num_channels, type, code, scales, codes);
   const nb::gil_scoped_release others_may_run;
-  return quantize::encode(at(address), shape, at(scales), at(codes));
+  return quantize::encode(bytes_at(address), shape, bytes_at(scales), bytes_at(codes));
 }
 
 bool restore_channels(std::uint64_t address, std::uint64_t num_tokens, std::uint64_t num_channels,
@@ -69,7 +61,7 @@ bool restore_channels(std::uint64_t address, std::uint64_t num_tokens, std::uint
   const quantize::Shape shape =
       checked_shape(address, num_tokens, num_channels, type, code, scales, codes);
   const nb::gil_scoped_release others_may_run;
-  return quantize::decode(at(address), shape, at(scales), at(codes));
+  return quantize::decode(bytes_at(address), shape, bytes_at(scales), bytes_at(codes));
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ std::byte* bytes_of(const nb::object& packed) {
 nb::object pack_tokens(nb::handle tokens) {
   constexpr std::size_t kItem = sizeof(std::uint32_t);
   if (PyList_CheckExact(tokens.ptr()) || PyTuple_CheckExact(tokens.ptr())) {
-    const Items items(tokens, "tokens");
+    const bound::Items items(tokens, "tokens");
     nb::object packed =
         owned(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(items.size() * kItem)));
     for (std::size_t i = 0; i < items.size(); ++i) {

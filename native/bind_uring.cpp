@@ -1,5 +1,4 @@
 // Binding of the io_uring engine. Arguments are checked here and trusted inside.
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -16,6 +15,7 @@
 #include "arrays.hpp"
 #include "bind.hpp"
 #include "errors.hpp"
+#include "given_arrays.hpp"
 #include "uring/ring.hpp"
 
 namespace nb = nanobind;
@@ -28,16 +28,6 @@ using Numbers = Items<std::int64_t>;
 constexpr double kLongestDeadlineS = 1e9;  // the kernel counts nanoseconds with 64 bits
 constexpr long long kMaxDepth = 4096;
 constexpr long long kMaxPieceBytes = 1ll << 30;  // a request has 32 bits for its size
-
-// A numpy array that owns the numbers.
-template <typename Number>
-nb::object array_of(std::unique_ptr<Number[]> numbers, std::size_t size) {
-  Number* const data = numbers.get();
-  const nb::capsule owner(
-      data, [](void* memory) noexcept { delete[] static_cast<Number*>(memory); });
-  numbers.release();
-  return nb::cast(nb::ndarray<nb::numpy, Number, nb::ndim<1>>(data, {size}, owner));
-}
 
 class UringRing {
  public:
@@ -95,10 +85,7 @@ class UringRing {
       if (blocks[i].offset < 0 || blocks[i].size < 0 || blocks[i].size > kMax - blocks[i].offset)
         fail(PyExc_ValueError, "block %zu: %lld bytes at offset %lld lie in no file", i,
              static_cast<long long>(blocks[i].size), static_cast<long long>(blocks[i].offset));
-      if (!lies_in_memory(blocks[i].address, static_cast<std::uint64_t>(blocks[i].size)))
-        fail(PyExc_ValueError, "addresses[%zu]: %lld bytes at address %llu do not lie in memory", i,
-             static_cast<long long>(blocks[i].size),
-             static_cast<unsigned long long>(blocks[i].address));
+      check_memory("addresses", i, blocks[i].address, static_cast<std::uint64_t>(blocks[i].size));
     }
     auto results = std::make_unique<std::int64_t[]>(blocks.size());
     auto crcs = num_checked ? std::make_unique<std::uint32_t[]>(blocks.size()) : nullptr;
@@ -111,8 +98,9 @@ class UringRing {
                         {crcs.get(), static_cast<std::size_t>(num_checked.value_or(0))});
       });
     }
-    return nb::make_tuple(array_of(std::move(results), blocks.size()),
-                          num_checked ? array_of(std::move(crcs), blocks.size()) : nb::none());
+    const std::size_t num = blocks.size();
+    nb::object checksums = num_checked ? nb::cast(owned(std::move(crcs), num)) : nb::none();
+    return nb::make_tuple(owned(std::move(results), num), checksums);
   }
 
  private:

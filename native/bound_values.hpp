@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string_view>
 
+#include "arrays.hpp"
 #include "bind.hpp"
 #include "errors.hpp"
 #include "policy/retention.hpp"
@@ -19,11 +20,7 @@ namespace kvtier::bound {
 
 namespace nb = nanobind;
 
-template <typename... Args>
-[[noreturn]] void fail(PyObject* type, const char* format, Args... args) {
-  PyErr_Format(type, format, args...);
-  throw nb::python_error();
-}
+using kvtier::fail;
 
 // Calls into the trie; misuse becomes the error that the Python twin raises for it.
 template <typename Call>
@@ -180,24 +177,11 @@ nb::object tuple_of(const Values& values, Make&& make) {
   return tuple;
 }
 
-class Buffer {
+// The buffer of a C-contiguous array, or of any bytes.
+class Buffer : public kvtier::Buffer {
  public:
   explicit Buffer(nb::handle object)
-      : held_(PyObject_GetBuffer(object.ptr(), &view_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) == 0) {
-    if (!held_) PyErr_Clear();
-  }
-  ~Buffer() {
-    if (held_) PyBuffer_Release(&view_);
-  }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-
-  bool held() const { return held_; }
-  const Py_buffer& view() const { return view_; }
-
- private:
-  Py_buffer view_{};
-  bool held_;
+      : kvtier::Buffer(object, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) {}
 };
 
 // Token ids in the caller's type: one axis of integers of four or eight bytes, in native byte

@@ -60,6 +60,12 @@ class Blocks {
     return block < kElsewhere || block == kNone ? block : elsewhere_[block - kElsewhere].item;
   }
 
+  // Return the item in front of a resident one; kNone if that is not resident.
+  Index in_front_of(Index item) const {
+    const Index parent = (*this)[number(item)].parent;
+    return parent == kNone || !(*this)[parent].is_resident ? kNone : this->item(parent);
+  }
+
   Index add(Index parent, Index item) {
     if (item >= kElsewhere) throw std::length_error("a policy knows 2**31 blocks");
     rows_.reach_alone(item);

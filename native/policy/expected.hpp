@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 
 #include "common/cells.hpp"
 #include "policy/numbers.hpp"
@@ -34,12 +35,23 @@ class Expected {
 
   void add(Key key, Key before, Index run, std::uint64_t number, std::uint32_t at) {
     take(key);
-    if (entries_.size() == most_) take(entries_[oldest_].key);
+    if (entries_.size() == most_) take(entries_[ages_.oldest].key);
     const auto low = static_cast<std::uint32_t>(number);
-    const Index entry = entries_.add({key, before, run, low, at, newest_, kNone});
-    (newest_ == kNone ? oldest_ : entries_[newest_].newer) = entry;
-    newest_ = entry;
+    const Index entry = entries_.add({key, before, run, low, at, kNone, kNone});
+    ages_.append(entries_, entry);
     cells_.insert(key, entry);
+  }
+
+  // Expect blocks behind the prefix `before`, of no run, that are neither expected nor resident yet.
+  // at: blocks in front of the first one.
+  template <typename IsResident>
+  void add_behind(Key before, std::span<const Key> names, std::uint32_t at,
+                  IsResident&& is_resident) {
+    for (const Key name : names) {
+      if (find(name) == nullptr && !is_resident(name)) add(name, before, kNone, 0, at);
+      before = name;
+      ++at;
+    }
   }
 
   // Remove and return the entry of a block, if it is expected.
@@ -48,8 +60,7 @@ class Expected {
         cells_.erase(key, [&](Index other) { return entries_[other].key == key; });
     if (entry == kNone) return std::nullopt;
     const Entry it = entries_[entry];
-    (it.older == kNone ? oldest_ : entries_[it.older].newer) = it.newer;
-    (it.newer == kNone ? newest_ : entries_[it.newer].older) = it.older;
+    ages_.unlink(entries_, entry);
     entries_.remove(entry);
     return it;
   }
@@ -65,8 +76,7 @@ class Expected {
   std::size_t most_;
   Pool<Entry> entries_;
   Cells<std::uint32_t> cells_;
-  Index oldest_ = kNone;
-  Index newest_ = kNone;
+  Ages ages_;
 };
 
 }  // namespace kvtier::policy

@@ -4,9 +4,8 @@ namespace kvtier::policy {
 
 void Ghosts::add(Index run, Index& ghost, Key key, std::uint32_t at) {
   if (ghost == kNone) {
-    ghost = ghosts_.add({run, kNone, newest_, kNone});
-    (newest_ == kNone ? oldest_ : ghosts_[newest_].newer) = ghost;
-    newest_ = ghost;
+    ghost = ghosts_.add({run, kNone, kNone, kNone});
+    ages_.append(ghosts_, ghost);
   }
   if (const Index other = find_kept(key); other != kNone) lose(other);
   Ghost& it = ghosts_[ghost];
@@ -31,9 +30,7 @@ void Ghosts::drop(Index& ghost, std::uint32_t end) {
     kept = next;
   }
   if (ghosts_[ghost].first != kNone) return;
-  const Ghost it = ghosts_[ghost];
-  (it.older == kNone ? oldest_ : ghosts_[it.older].newer) = it.newer;
-  (it.newer == kNone ? newest_ : ghosts_[it.newer].older) = it.older;
+  ages_.unlink(ghosts_, ghost);
   ghosts_.remove(ghost);
   ghost = kNone;
 }

@@ -28,7 +28,7 @@ class Ghosts {
   void prefetch(Key key) const { cells_.prefetch(key); }
 
   // Returns the run whose ghost is the oldest; kNone if there is none.
-  Index oldest() const { return oldest_ == kNone ? kNone : ghosts_[oldest_].run; }
+  Index oldest() const { return ages_.oldest == kNone ? kNone : ghosts_[ages_.oldest].run; }
   std::size_t num_entries() const { return keys_.size() + ghosts_.size(); }
   std::size_t num_bytes() const {
     return keys_.num_bytes() + ghosts_.num_bytes() + cells_.num_bytes();
@@ -58,8 +58,7 @@ class Ghosts {
   Pool<Kept> keys_;
   Pool<Ghost> ghosts_;
   Cells<std::uint32_t> cells_;
-  Index oldest_ = kNone;
-  Index newest_ = kNone;
+  Ages ages_;
 };
 
 }  // namespace kvtier::policy

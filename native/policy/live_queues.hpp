@@ -50,10 +50,7 @@ class LiveQueues final : public Live {
   std::size_t num_bytes() const override {
     return sizeof(*this) + queues_.num_bytes() + blocks_.num_bytes() + expected_.num_bytes();
   }
-  Index in_front_of(Index item) const override {
-    const Index parent = blocks_[blocks_.number(item)].parent;
-    return parent == kNone || !blocks_[parent].is_resident ? kNone : blocks_.item(parent);
-  }
+  Index in_front_of(Index item) const override { return blocks_.in_front_of(item); }
 
   void asked(std::span<const Key> path, std::span<const Index> found, double) override {
     use(path, found);
@@ -78,12 +75,7 @@ class LiveQueues final : public Live {
     std::uint32_t at = 0;
     if (const Index block = find(before); block != kNone) at = place_behind(block);
     else if (const Expected::Entry* const entry = expected_.find(before)) at = entry->at + 1;
-    for (const Key name : names) {
-      if (expected_.find(name) == nullptr && keeper_.find(name) == kNone)
-        expected_.add(name, before, kNone, 0, at);
-      before = name;
-      ++at;
-    }
+    expected_.add_behind(before, names, at, [this](Key name) { return find(name) != kNone; });
   }
 
   // If new blocks would replace each other, only the first ones are admitted.

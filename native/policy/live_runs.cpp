@@ -69,12 +69,7 @@ void LiveRuns::continues(std::span<const Key> names, Key before) {
   std::uint32_t at = 0;
   if (const Index block = find(before); block != kNone) at = place_of(block) + 1;
   else if (const Expected::Entry* const entry = expected_.find(before)) at = entry->at + 1;
-  for (const Key name : names) {
-    if (expected_.find(name) == nullptr && find(name) == kNone)
-      expected_.add(name, before, kNone, 0, at);
-    before = name;
-    ++at;
-  }
+  expected_.add_behind(before, names, at, [this](Key name) { return find(name) != kNone; });
 }
 
 bool LiveRuns::is_of_a_run(const Expected::Entry& entry) const {

@@ -40,10 +40,7 @@ class LiveRuns final : public RunPolicy, public Live {
   // Evicts up to `num_blocks` blocks. Appends their items.
   void evict(std::size_t num_blocks, std::vector<Index>& items);
   void left(Index item) override;
-  Index in_front_of(Index item) const override {
-    const Index parent = blocks_[blocks_.number(item)].parent;
-    return parent == kNone || !blocks_[parent].is_resident ? kNone : blocks_.item(parent);
-  }
+  Index in_front_of(Index item) const override { return blocks_.in_front_of(item); }
 
  private:
   Index find(Key name) const { return blocks_.number(keeper_.find(name)); }

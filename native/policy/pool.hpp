@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
+#include <utility>
 
 #include "common/list.hpp"
 #include "common/rows.hpp"
@@ -47,6 +48,27 @@ class Pool {
   Rows rows_;
   List<Index> free_;
   Index end_ = 0;
+};
+
+// Order of items by age. Each has links `older` and `newer`.
+struct Ages {
+  Index oldest = kNone;
+  Index newest = kNone;
+
+  // Make an item the newest.
+  template <typename Items>
+  void append(Items& items, Index item) {
+    items[item].older = newest;
+    items[item].newer = kNone;
+    (newest == kNone ? oldest : items[newest].newer) = item;
+    newest = item;
+  }
+  template <typename Items>
+  void unlink(Items& items, Index item) {
+    const auto [older, newer] = std::pair{items[item].older, items[item].newer};
+    (older == kNone ? oldest : items[older].newer) = newer;
+    (newer == kNone ? newest : items[newer].older) = older;
+  }
 };
 
 }  // namespace kvtier::policy

@@ -8,12 +8,9 @@ namespace kvtier::policy {
 
 Index Runs::add(Run run) {
   run.number = ++num_made_;
-  run.older = newest_;
-  run.newer = kNone;
   run.place = kNone;
   const Index made = pool_.add(run);
-  (newest_ == kNone ? oldest_ : pool_[newest_].newer) = made;
-  newest_ = made;
+  ages_.append(pool_, made);
   if (run.is_resident()) list(made);
 
   num_in_window_ += run.size();
@@ -23,7 +20,7 @@ Index Runs::add(Run run) {
 }
 
 void Runs::narrow() {
-  while (first_ != kNone && first_ != newest_ &&
+  while (first_ != kNone && first_ != ages_.newest &&
          num_in_window_ - pool_[first_].size() >= capacity_) {
     num_in_window_ -= pool_[first_].size();
     first_ = pool_[first_].newer;
@@ -35,8 +32,7 @@ void Runs::remove(Index run) {
   unlist(run);
   if (is_in_window(it)) num_in_window_ -= it.size();
   if (first_ == run) first_ = it.newer;
-  (it.older == kNone ? oldest_ : pool_[it.older].newer) = it.newer;
-  (it.newer == kNone ? newest_ : pool_[it.newer].older) = it.older;
+  ages_.unlink(pool_, run);
   it.number = 0;
   if (is_said(run)) {
     resized(run, -static_cast<std::int64_t>(it.size()));
@@ -205,7 +201,7 @@ void Runs::check() const {
   std::size_t num_runs = 0, num_listed = 0, num_in_window = 0, num_said = 0, num_retained = 0;
   std::size_t num_raised = 0;
   Index before = kNone;
-  for (Index run = oldest_; run != kNone; before = run, run = pool_[run].newer) {
+  for (Index run = ages_.oldest; run != kNone; before = run, run = pool_[run].newer) {
     const Run& it = pool_[run];
     promise(it.older == before, "runs: links disagree");
     promise(before == kNone || pool_[before].number < it.number, "runs: out of order");
@@ -226,7 +222,7 @@ void Runs::check() const {
     if (is_in_window(it)) num_in_window += it.size();
     ++num_runs;
   }
-  promise(before == newest_ && num_runs == pool_.size(), "runs: some are lost");
+  promise(before == ages_.newest && num_runs == pool_.size(), "runs: some are lost");
   for (const auto& each : residents_) num_listed -= each.size();
   promise(num_listed == 0, "runs: some are listed twice");
   promise(num_said == num_said_ && num_retained == num_retained_, "runs: words are miscounted");

@@ -93,7 +93,7 @@ class Runs {
   void cut_off(Index run, std::uint32_t end, Index new_tail, bool is_inside);
 
   // Return the run that was used last; kNone if there is none.
-  Index newest() const { return newest_; }
+  Index newest() const { return ages_.newest; }
   // Return the number of runs made so far, which is the number of the newest.
   std::uint64_t num_made() const { return num_made_; }
 
@@ -173,8 +173,7 @@ class Runs {
   std::size_t num_retained_ = 0;
   std::size_t num_raised_ = 0;                              // blocks
   std::unordered_map<std::uint64_t, std::size_t> raised_;  // raised blocks by tenant
-  Index newest_ = kNone;
-  Index oldest_ = kNone;
+  Ages ages_;  // by use
   std::uint64_t num_made_ = 0;
   // The window: the runs from `first_` to the newest. Without its first run it has less than
   // `capacity_` blocks.

@@ -102,6 +102,12 @@ class Engine:
         assert room is not None
         self.cache.commit(room.keys, range(len(room.keys)))
 
+    def fill(self, keys: Sequence[bytes]) -> None:
+        """Store blocks one after the other, and carry out what is ordered for each."""
+        for key in keys:
+            self.store([key])
+            self.carry_out()
+
     def carry_out(self, failed: Sequence[int] = (), gone: Sequence[int] = ()) -> list[RankOrder]:
         """Carry out all orders, also those that follow. Every rank reports the same outcome."""
         carried = []

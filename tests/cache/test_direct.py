@@ -18,9 +18,7 @@ SOME = KEYS[:3]
 def on_disk(direct: Direct = Direct.ON, **settings: Any) -> Engine:
     """Return an engine that has ``SOME`` of the keys on disk and not in memory."""
     engine = Engine(num_host=4, direct=direct, **settings)
-    for key in SOME:
-        engine.store([key])
-        engine.carry_out()
+    engine.fill(SOME)
     engine.store(KEYS[4:8])
     engine.carry_out()
     assert engine.places(SOME) == [BlockState.STORAGE] * 3
@@ -58,9 +56,7 @@ def test_a_read_goes_with_the_engines_load_and_memory_hears_nothing_of_it() -> N
 def test_a_block_stays_on_disk_until_it_was_read(is_read: bool) -> None:
     engine = on_disk(num_disk=7)
     order = read(engine, 0) if is_read else None
-    for number in (8, 9):
-        engine.store([KEYS[number]])
-        engine.carry_out()
+    engine.fill(KEYS[8:10])
     assert (KEYS[0] in engine.in_tier(DISK)) == is_read
     if order is not None:
         engine.finish(order, Done())

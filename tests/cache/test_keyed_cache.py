@@ -52,9 +52,7 @@ def test_block_that_one_rank_could_not_write_is_not_in_storage() -> None:
 
 def test_damaged_block_is_nowhere_and_is_erased() -> None:
     engine = Engine(num_host=1)
-    for key in KEYS[:2]:
-        engine.store([key])
-        engine.carry_out()
+    engine.fill(KEYS[:2])
     engine.cache.promote(KEYS[:1])
     (read,) = engine.mover.take_orders()
     engine.finish(read, Done(frozenset({0}), frozenset({0}), num_damaged=1))
@@ -67,9 +65,7 @@ def test_damaged_block_is_nowhere_and_is_erased() -> None:
 
 def test_block_whose_read_failed_stays_in_storage() -> None:
     engine = Engine(num_host=1)
-    for key in KEYS[:2]:
-        engine.store([key])
-        engine.carry_out()
+    engine.fill(KEYS[:2])
     engine.cache.promote(KEYS[:1])
     engine.carry_out(failed=[0])
     assert engine.find(KEYS[0]) is BlockState.STORAGE
@@ -82,9 +78,7 @@ def test_block_whose_read_failed_stays_in_storage() -> None:
 
 def test_copies_that_failed_say_nothing_about_how_long_they_take() -> None:
     engine = Engine(num_host=1)
-    for key in KEYS[:2]:
-        engine.store([key])
-        engine.carry_out()
+    engine.fill(KEYS[:2])
     engine.cache.promote(KEYS[:1])
     (read,) = engine.mover.take_orders()
     engine.finish(read, Done(frozenset({0}), num_bytes=BLOCK_BYTES, seconds=1e-9))
@@ -135,9 +129,7 @@ def test_looking_for_what_is_nowhere_leaves_nothing_behind() -> None:
 
 def test_full_storage_drops_what_was_used_least_recently_before_the_next_write() -> None:
     engine = Engine(num_host=2, num_disk=2)
-    for key in KEYS[:2]:
-        engine.store([key])
-        engine.carry_out()
+    engine.fill(KEYS[:2])
     engine.cache.touch(KEYS[:1])
     engine.cache.take_changes()
     engine.store(KEYS[2:3])
@@ -173,9 +165,7 @@ def test_end_of_a_prompt_leaves_before_its_beginning() -> None:
 
 def test_no_more_is_promoted_than_memory_has_room_for() -> None:
     engine = Engine(num_host=2)
-    for key in KEYS[:4]:
-        engine.store([key])
-        engine.carry_out()
+    engine.fill(KEYS[:4])
     engine.cache.hold([KEYS[3]])
     assert engine.cache.promote(KEYS[:2]) == 1
     assert engine.find(KEYS[1]) is BlockState.STORAGE
@@ -183,9 +173,7 @@ def test_no_more_is_promoted_than_memory_has_room_for() -> None:
 
 def test_two_who_want_the_same_share_a_read() -> None:
     engine = Engine(num_host=2)
-    for key in KEYS[:4]:
-        engine.store([key])
-        engine.carry_out()
+    engine.fill(KEYS[:4])
     assert engine.cache.promote(KEYS[:2]) == 2
     engine.cache.promote(KEYS[:2])
     assert [order.verb for order in engine.mover.take_orders()] == [Verb.READ]
@@ -214,9 +202,7 @@ def test_block_of_a_copy_that_failed_is_not_believed() -> None:
 
 def test_slot_that_has_another_block_by_now_is_not_distrusted() -> None:
     engine = Engine(num_host=1)
-    for key in KEYS[:2]:
-        engine.store([key])
-        engine.carry_out()
+    engine.fill(KEYS[:2])
     engine.cache.promote(KEYS[:1])
     engine.carry_out()
     engine.cache.distrust([Slot(0)])

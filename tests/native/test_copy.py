@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvtier.core import hot
 from kvtier.core.reference.copy import copy_batch as reference_copy_batch
+from tests.native.twins import both
 
 CopyBatch = Callable[..., int]
 Words = npt.NDArray[np.uint64]
@@ -24,13 +25,7 @@ GUARD = 64  # bytes around every fragment that nothing may touch
 MIB = 1 << 20
 
 
-@pytest.fixture(params=["native", "reference"], scope="module")
-def copy_batch(request: pytest.FixtureRequest) -> CopyBatch:
-    if request.param == "reference":
-        return reference_copy_batch
-    native = pytest.importorskip("kvtier._native", reason="the native core is not built")
-    function: CopyBatch = native.copy_batch
-    return function
+copy_batch = both(reference_copy_batch, "copy_batch")
 
 
 def words(*values: int) -> Words:

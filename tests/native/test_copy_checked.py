@@ -15,17 +15,12 @@ from hypothesis import strategies as st
 from kvtier.core import hot
 from kvtier.core.reference.copy import copy_checked as reference_copy_checked
 from tests.native.test_copy import MIB, Arena, arenas, make_arena, words
+from tests.native.twins import both
 
 CopyChecked = Callable[..., npt.NDArray[np.uint32]]
 
 
-@pytest.fixture(params=["native", "reference"], scope="module")
-def copy_checked(request: pytest.FixtureRequest) -> CopyChecked:
-    if request.param == "reference":
-        return reference_copy_checked
-    native = pytest.importorskip("kvtier._native", reason="the native core is not built")
-    function: CopyChecked = native.copy_checked
-    return function
+copy_checked = both(reference_copy_checked, "copy_checked")
 
 
 def crcs(arena: Arena, pieces: int) -> list[int]:

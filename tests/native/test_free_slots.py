@@ -10,17 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.core.reference.free_slots import FreeSlots as Reference
+from tests.native.twins import both
 
 Make = Callable[[int], Any]
 
 
-@pytest.fixture(params=["native", "reference"], scope="module")
-def make(request: pytest.FixtureRequest) -> Make:
-    if request.param == "reference":
-        return Reference
-    module = pytest.importorskip("kvtier._native", reason="the core is not built")
-    made: Make = module.FreeSlots
-    return made
+make = both(Reference, "FreeSlots")
 
 
 def all_open(make: Make, num_slots: int) -> Any:

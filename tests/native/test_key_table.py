@@ -12,18 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.core.reference.key_table import KeyTable as ReferenceTable
+from tests.native.twins import both
 
 Keys = npt.NDArray[np.void]
 Make = Callable[[Keys, npt.NDArray[np.int64]], Any]
 
 
-@pytest.fixture(params=["native", "reference"], scope="module")
-def make(request: pytest.FixtureRequest) -> Make:
-    if request.param == "reference":
-        return ReferenceTable
-    module = pytest.importorskip("kvtier._native", reason="the core is not built")
-    made: Make = module.KeyTable
-    return made
+make = both(ReferenceTable, "KeyTable")
 
 
 def of(*keys: bytes) -> Keys:

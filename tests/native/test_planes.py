@@ -13,18 +13,14 @@ from hypothesis import strategies as st
 
 from kvtier.core.reference import planes as reference
 from kvtier.core.reference.planes import ESCAPE, MAX_BASE, WHOLE
+from tests.native.twins import both
 
 Uint8s = npt.NDArray[np.uint8]
 PLANS = [(1, 0), *((width, base) for width in (2, 4) for base in (WHOLE, 0, 110, MAX_BASE))]
 each_plan = pytest.mark.parametrize(("width", "base"), PLANS)
 
 
-@pytest.fixture(params=["native", "reference"], scope="module")
-def planes(request: pytest.FixtureRequest) -> ModuleType:
-    if request.param == "reference":
-        return reference
-    native: ModuleType = pytest.importorskip("kvtier._native", reason="the core is not built")
-    return native
+planes = both(reference)
 
 
 def split(planes: ModuleType, block: Uint8s, width: int, base: int) -> tuple[bytes, bytes, bytes]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvtier.core.reference import quantize as reference
 from kvtier.core.reference.quantize import E4M3, LARGEST, e4m3_codes
+from tests.native.twins import both
 
 Uint8s = npt.NDArray[np.uint8]
 WORDS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
@@ -19,12 +20,7 @@ each_type = pytest.mark.parametrize("kind", LARGEST)
 each_code = pytest.mark.parametrize("code", ["fp8", "int8"])
 
 
-@pytest.fixture(params=["native", "reference"], scope="module")
-def core(request: pytest.FixtureRequest) -> ModuleType:
-    if request.param == "reference":
-        return reference
-    native: ModuleType = pytest.importorskip("kvtier._native", reason="the core is not built")
-    return native
+core = both(reference)
 
 
 def bits_of(values: npt.NDArray[np.float64], kind: str) -> npt.NDArray[np.unsignedinteger]:

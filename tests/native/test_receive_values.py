@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from kvtier.core import hot
 from kvtier.core.reference.receive import receive_values as reference_receive_values
+from tests.native.twins import both
 
 Receive = Callable[..., tuple[npt.NDArray[np.uint32], bytes, int]]
 UNTOUCHED = 0xEE
@@ -26,13 +27,7 @@ REPLIES = (b"$-1\r\n", b"-E\r\n", b"$0\r\n\r\n", b"+OK\r\n", b":12\r\n", b"*1\r\
 """Replies that are none of the values that are waited for."""
 
 
-@pytest.fixture(params=["native", "reference"], scope="module")
-def receive_values(request: pytest.FixtureRequest) -> Receive:
-    if request.param == "reference":
-        return reference_receive_values
-    native = pytest.importorskip("kvtier._native", reason="the native core is not built")
-    function: Receive = native.receive_values
-    return function
+receive_values = both(reference_receive_values, "receive_values")
 
 
 def received(

@@ -12,19 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.core.reference.slot_table import SlotTable as ReferenceTable
+from tests.native.twins import both
 
 Keys = npt.NDArray[np.void]
 Make = Callable[[Keys, npt.NDArray[np.int64]], Any]
 NUM_SLOTS = 60
 
 
-@pytest.fixture(params=["native", "reference"], scope="module")
-def make(request: pytest.FixtureRequest) -> Make:
-    if request.param == "reference":
-        return ReferenceTable
-    module = pytest.importorskip("kvtier._native", reason="the core is not built")
-    made: Make = module.SlotTable
-    return made
+make = both(ReferenceTable, "SlotTable")
 
 
 def rows_of(*numbers: int) -> Keys:

@@ -15,7 +15,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.types import DEVICE, HOST, LogFormat, Match
 from kvtier.observe.log_rate import BURST, LogRate
 from kvtier.observe.logs import VARIABLE, JsonLines, TextLines, format_of, log_in_engine
-from kvtier.plan import Costs, Decision, explain, plan_load, ways_of
+from kvtier.plan import Costs, explain, ways_of, weigh
 
 
 def _record(message: str, *values: object, **more: object) -> logging.LogRecord:
@@ -105,8 +105,9 @@ def test_what_was_left_out_is_a_value() -> None:
 def test_an_explanation_is_a_value_too() -> None:
     match = Match((), (), (), 0)
     costs = Costs(ways=ways_of((DEVICE, HOST), (), ()))
-    plan = plan_load(match, costs, num_tokens=9, block_size=2, bytes_per_block=1, num_free_slots=1)
-    told = explain(Decision(match, costs, plan, 9, 2, 1))
+    told = explain(
+        weigh(match, costs, num_tokens=9, block_size=2, bytes_per_block=1, num_free_slots=1)
+    )
     record = _record("prompt request=%s %s", "r", told)
     assert _json(record) == {"event": "prompt", "request": "r", "explanation": told.as_json()}
     assert "tokens=9 reused=0 computed_tokens=9" in TextLines().format(record)

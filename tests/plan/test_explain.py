@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvtier.core.types import DEVICE, DISK, HOST, BlockId, Match
-from kvtier.plan import Actual, CostModel, Costs, Decision, PrefillCost, explain, plan_load, ways_of
+from kvtier.plan import Actual, CostModel, Costs, Decision, PrefillCost, explain, ways_of, weigh
 from kvtier.plan.average import FEW, size_class
 from kvtier.plan.explain import COMPUTED, Explanation
 from kvtier.plan.operations import MAX_COMPARED
@@ -32,7 +32,7 @@ def _match(tiers: str, in_flight: str = "") -> Match:
 def _decide(
     match: Match, costs: Costs, num_tokens: int = 1000, slots: int = 1000, grain: int = 1
 ) -> Decision:
-    plan = plan_load(
+    return weigh(
         match,
         costs,
         num_tokens=num_tokens,
@@ -41,7 +41,6 @@ def _decide(
         num_free_slots=slots,
         grain_blocks=grain,
     )
-    return Decision(match, costs, plan, num_tokens, BLOCK_SIZE, BLOCK_BYTES, grain)
 
 
 def _measured(num: int, host_s: float = 0.001, disk_s: float = 0.1) -> Costs:

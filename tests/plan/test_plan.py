@@ -19,8 +19,8 @@ from kvtier.plan import (
     PrefillCost,
     Route,
     num_to_probe,
-    plan_load,
     ways_of,
+    weigh,
 )
 from kvtier.plan.average import SMOOTHING, size_class
 from kvtier.plan.cost import TRIAL_S
@@ -42,7 +42,8 @@ def _match(tiers: str, in_flight: str = "") -> Match:
 
 def _plan(match: Match, costs: Costs, **limits: float) -> Plan:
     settings = {"num_tokens": 1000, "num_free_slots": 1000, **limits}
-    return plan_load(match, costs, block_size=BLOCK_SIZE, bytes_per_block=BLOCK_BYTES, **settings)  # type: ignore[arg-type]
+    sizes = {"block_size": BLOCK_SIZE, "bytes_per_block": BLOCK_BYTES}
+    return weigh(match, costs, **sizes, **settings).plan  # type: ignore[arg-type]
 
 
 WAYS = ways_of((DEVICE, HOST), (DISK,), ())
@@ -104,7 +105,7 @@ def _cost_of_cut(cut: int, match: Match, costs: Costs, num_tokens: int) -> tuple
 def test_planner_picks_the_cheapest_cut(
     match: Match, costs: Costs, tokens: int, slots: int, grain: int, deadline_s: float | None
 ) -> None:
-    plan = plan_load(
+    decision = weigh(
         match,
         costs,
         num_tokens=tokens,
@@ -114,6 +115,7 @@ def test_planner_picks_the_cheapest_cut(
         grain_blocks=grain,
         deadline_s=deadline_s,
     )
+    plan, costs = decision.plan, decision.costs
     allowed = {0: costs.prefill_s(0, tokens)}
     for cut in range(0, match.num_blocks + 1, grain):
         load_s, prefill_s, num_slots = _cost_of_cut(cut, match, costs, tokens)

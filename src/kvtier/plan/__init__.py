@@ -7,7 +7,7 @@ from kvtier.plan.cost import CostModel, Costs, Route, Ways, Witnesses, ways_of
 from kvtier.plan.explain import Actual, Decision, Explanation, explain
 from kvtier.plan.needs import GroupCapacity
 from kvtier.plan.operations import Copy, Cut, Plan
-from kvtier.plan.planner import plan_groups, plan_load
+from kvtier.plan.planner import plan_groups
 from kvtier.plan.prefill import PrefillCost
 from kvtier.plan.probe import num_to_probe
 from kvtier.plan.steps import StepClock
@@ -33,7 +33,6 @@ __all__ = [
     "explain",
     "num_to_probe",
     "plan_groups",
-    "plan_load",
     "ways_of",
     "weigh",
 ]

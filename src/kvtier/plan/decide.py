@@ -20,14 +20,15 @@ for its prefetch.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Protocol
 
-from kvtier.core.types import Direct
+from kvtier.core.types import DEVICE, Direct
 from kvtier.plan.cost import Costs
-from kvtier.plan.worth import Tell, end_worth_loading, patience_s
+from kvtier.plan.worth import Tell, is_worth_loading, num_worth_loading, patience_s
 
 
 class GivenUp(Enum):
@@ -106,17 +107,20 @@ class FoundBlocks:
 
     def limit(self, costs: Costs, end: int, tell: Tell | None = None) -> int:
         """Return the token, at most ``end``, up to which loading beats computing."""
-        return end_worth_loading(
+        tiers, size = self.sources(end), self.block_size
+        if not size:
+            num_bytes = {tier: num * self.bytes_per_block for tier, num in Counter(tiers).items()}
+            return end if is_worth_loading(costs, num_bytes, self.first, end) else self.first
+        num_blocks = num_worth_loading(
             costs,
-            self.sources(end),
-            first=self.first,
-            found=end,
+            [DEVICE] * (self.first // size) + list(tiers),
             num_tokens=self.num_tokens,
-            block_size=self.block_size,
+            block_size=size,
             bytes_per_block=self.bytes_per_block,
             num_staging_slots=self.num_staging_slots,
             tell=tell,
         )
+        return num_blocks * size
 
 
 @dataclass(frozen=True, slots=True)

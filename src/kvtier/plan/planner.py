@@ -9,34 +9,10 @@ from itertools import pairwise
 from math import inf
 
 from kvtier.core.hot import Numbers
-from kvtier.core.types import DEVICE, BlockId, GroupMatch, Match
+from kvtier.core.types import DEVICE, BlockId, GroupMatch
 from kvtier.plan.cost import Costs, Route
 from kvtier.plan.needs import GroupCapacity, NeedKind, Stretch, coming_runs, stretches
 from kvtier.plan.operations import MAX_COMPARED, Copy, Cut, Plan
-
-
-def plan_load(
-    match: Match,
-    costs: Costs,
-    *,
-    num_tokens: int,
-    block_size: int,
-    bytes_per_block: int,
-    num_free_slots: int,
-    num_staging_slots: int | None = None,
-    grain_blocks: int = 1,
-    deadline_s: float | None = None,
-) -> Plan:
-    """Choose how much of a matched prefix to reuse: ``plan_groups`` with one group."""
-    return plan_groups(
-        match.over_groups(),
-        costs,
-        [GroupCapacity(bytes_per_block, num_free_slots, num_staging_slots)],
-        num_tokens=num_tokens,
-        block_size=block_size,
-        grain_blocks=grain_blocks,
-        deadline_s=deadline_s,
-    )
 
 
 def plan_groups(

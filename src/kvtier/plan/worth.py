@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from kvtier.core.types import DEVICE, BlockId, Match
+from kvtier.core.types import BlockId, Match
 from kvtier.plan.cost import Costs
 from kvtier.plan.explain import Decision
-from kvtier.plan.planner import plan_load
+from kvtier.plan.needs import GroupCapacity
+from kvtier.plan.planner import plan_groups
 
 MAX_CUTS = 64
 """Maximum number of cuts considered: of a longer prompt, several blocks are treated as one."""
@@ -17,42 +18,6 @@ MAX_PATIENCE_S = 10.0
 
 Tell = Callable[[Decision], object]
 """Receives a decision, to explain it."""
-
-
-def end_worth_loading(
-    costs: Costs,
-    tiers: Sequence[str],
-    *,
-    first: int,
-    found: int,
-    num_tokens: int,
-    block_size: int,
-    bytes_per_block: int,
-    num_staging_slots: int | None,
-    tell: Tell | None = None,
-) -> int:
-    """Return the token up to which loading is faster than computing.
-
-    tiers: of the blocks after the ``first`` tokens, which are on the device; they end at token
-    ``found``.
-    num_tokens: length of the prompt.
-    block_size: tokens; 0 if each block needs others beside it, so that all are loaded or none.
-    num_staging_slots: see ``num_worth_loading``.
-    tell: called if blocks are weighed one by one.
-    """
-    if block_size:
-        num = num_worth_loading(
-            costs,
-            [DEVICE] * (first // block_size) + list(tiers),
-            num_tokens=num_tokens,
-            block_size=block_size,
-            bytes_per_block=bytes_per_block,
-            num_staging_slots=num_staging_slots,
-            tell=tell,
-        )
-        return num * block_size
-    num_bytes = {tier: tiers.count(tier) * bytes_per_block for tier in dict.fromkeys(tiers)}
-    return found if is_worth_loading(costs, num_bytes, first, found) else first
 
 
 def weigh(
@@ -68,20 +33,18 @@ def weigh(
     deadline_s: float | None = None,
     is_weighed: bool = True,
 ) -> Decision:
-    """Return the cheapest cut of a prefix, with all that it depends on.
+    """Return the cheapest cut of a prefix of one group, with all that it depends on.
 
-    Arguments: see ``plan_load``. costs: trials of copies of a grain's size are considered, too.
-    is_weighed: see ``Decision``.
+    Arguments: see ``plan_groups`` and ``GroupCapacity``. costs: trials of copies of a grain's size
+    are considered, too. is_weighed: see ``Decision``.
     """
     costs = costs.with_trials_of(bytes_per_block * grain_blocks)
-    plan = plan_load(
-        match,
+    plan = plan_groups(
+        match.over_groups(),
         costs,
+        [GroupCapacity(bytes_per_block, num_free_slots, num_staging_slots)],
         num_tokens=num_tokens,
         block_size=block_size,
-        bytes_per_block=bytes_per_block,
-        num_free_slots=num_free_slots,
-        num_staging_slots=num_staging_slots,
         grain_blocks=grain_blocks,
         deadline_s=deadline_s,
     )

@@ -363,8 +363,8 @@ class Harness:
             self.storage.open_reads.set()
             self.storage.open_writes.set()
 
-    def end(self) -> None:
-        """Release every request, finish every copy, and close the cache as it is."""
+    def _finish(self) -> None:
+        """Release every request, and finish every copy."""
         self.locking.grant_all()
         self.device.release()
         self.open_storage()
@@ -374,19 +374,15 @@ class Harness:
             self.end_prefetch(prefetch)
         assert self.cache.drain()
         self.check()
+
+    def end(self) -> None:
+        """Finish everything, and close the cache as it is."""
+        self._finish()
         self.cache.close()
 
     def close(self) -> None:
         """End everything. No leased block may be left."""
-        self.locking.grant_all()
-        self.device.release()
-        self.open_storage()
-        for request in list(self.requests):
-            self.release(request)
-        for prefetch in list(self.prefetches):
-            self.end_prefetch(prefetch)
-        assert self.cache.drain()
-        self.check()
+        self._finish()
         assert self.cache.used_slots() == {name: self.held(name) for name in self.tiers}
         assert all(r.leases == 0 for node in self.nodes() for r in node.residencies)
         for name in self.tiers:

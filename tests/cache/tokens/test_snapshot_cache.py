@@ -15,6 +15,7 @@ from kvtier.cache.states import SnapshotCache, SnapshotLease
 from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.testing import StoredBlocks
 from tests.cache.tokens.harness import NS, A, Content, Harness, Request, store_slowly, until
+from tests.cache.tokens.states import LONG, check_broken_load, check_deletion, hits, made_of
 from tests.cache.tokens.test_cache_machine import StorageMachine
 
 SIZE = 2
@@ -80,25 +81,10 @@ def often() -> Iterator[None]:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., SnapshotHarness]]:
-    made: list[SnapshotHarness] = []
-
-    def make_harness(**given: Any) -> SnapshotHarness:
-        given = {"device_blocks": 40, "host_blocks": 60, "disk_blocks": 90} | given
-        made.append(SnapshotHarness(**given))
-        return made[-1]
-
-    yield make_harness
-    for harness in made:
-        harness.close()
+    yield from made_of(SnapshotHarness, device_blocks=40, host_blocks=60, disk_blocks=90)
 
 
 Make = Callable[..., SnapshotHarness]
-LONG = [*A, *[4] * 16, 9]
-"""Twelve blocks, and a token left to compute."""
-
-
-def hits(request: Request) -> dict[str, int]:
-    return request.lease.record.hit_blocks
 
 
 def test_a_prompt_is_reused_up_to_its_last_snapshot_from_every_tier(make: Make) -> None:
@@ -162,37 +148,17 @@ def test_only_as_many_snapshots_are_made_as_there_is_room_for(make: Make) -> Non
 
 
 def test_a_deleted_prompt_leaves_no_snapshot(make: Make) -> None:
-    shelf = StoredBlocks()
-    before = make(shelf=shelf)
-    before.serve(LONG)
-    until(before, lambda: len(shelf.blocks) == 12 + 3 * SIZE)
-    labels = before.start(LONG)
-    before.release(labels)
-    for harness in (before, make(shelf=shelf.copy())):
-        deletion = harness.cache.delete(labels.namespace, labels.labels)
-        until(harness, lambda: harness.cache.is_deleted(deletion))  # noqa: B023
-        assert not harness.shelf.blocks
-        assert [harness.held(tier) for tier in (DEVICE, HOST, DISK)] == [0, 0, 0]
+    check_deletion(make, 12 + 3 * SIZE)
 
 
 def test_a_load_of_a_snapshot_that_fails_or_is_late_breaks_the_lease(make: Make) -> None:
     shelf = StoredBlocks()
-    make(shelf=shelf).serve(LONG)
-    harness = make(shelf=shelf.copy())
-    found = harness.ask(LONG)
-    assert harness.cache.drain()
-    path = harness.cache._path(found.labels, 12)
-    key = harness.cache._index.key(harness.cache._index.extend(found.namespace, path)[-1])
-    harness.release(found)
-    harness = make(shelf=shelf.copy())
-    harness.storage.spoiled.add(key)
-    request = harness.ask(LONG)
-    assert harness.cache.drain()
-    assert request.lease.broken
-    harness.release(request)
-    again = harness.start(LONG)
-    assert again.lease.num_shared == 8  # at the snapshot before
-    harness.finish(again)
+    before = make(shelf=shelf)
+    labels = before.serve(LONG).labels
+    until(before, lambda: len(shelf.blocks) == 12 + 3 * SIZE)
+    path = before.cache._path(labels, 12)
+    key = before.cache._index.key(before.cache._index.extend(NS, path)[-1])
+    assert check_broken_load(make, shelf, key) == 8, "the snapshot before"
 
 
 class SnapshotMachine(StorageMachine):

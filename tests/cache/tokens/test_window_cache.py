@@ -34,6 +34,7 @@ from tests.cache.tokens.harness import (
     store_slowly,
     until,
 )
+from tests.cache.tokens.states import LONG, check_broken_load, check_deletion, hits, made_of
 from tests.cache.tokens.test_cache_machine import StorageMachine
 
 BUNDLES = 2
@@ -118,28 +119,18 @@ class WindowHarness(Harness):
         return found
 
 
+def shaped(shape: WindowShape = SHAPE, **given: Any) -> WindowHarness:
+    """Return a harness with another shape."""
+    kind: type[WindowHarness] = type("Shaped", (WindowHarness,), {"shape": shape})
+    return kind(**given)
+
+
 @pytest.fixture
 def make() -> Iterator[Callable[..., WindowHarness]]:
-    made: list[WindowHarness] = []
-
-    def make_harness(shape: WindowShape = SHAPE, **given: Any) -> WindowHarness:
-        given = {"device_blocks": 60, "host_blocks": 90, "disk_blocks": 90} | given
-        kind = type("Shaped", (WindowHarness,), {"shape": shape})
-        made.append(kind(**given))
-        return made[-1]
-
-    yield make_harness
-    for harness in made:
-        harness.close()
+    yield from made_of(shaped, device_blocks=60, host_blocks=90, disk_blocks=90)
 
 
 Make = Callable[..., WindowHarness]
-LONG = [*A, *[4] * 16, 9]
-"""Twelve blocks, and a token left to compute."""
-
-
-def hits(request: Request) -> dict[str, int]:
-    return request.lease.record.hit_blocks
 
 
 @pytest.mark.parametrize("shape", [SHAPE, WHOLE_CHUNKS], ids=["two cells", "one cell"])
@@ -296,17 +287,7 @@ def test_where_there_is_no_room_for_a_cell_the_prompt_goes_on(make: Make) -> Non
 
 
 def test_a_deleted_prompt_leaves_no_cell(make: Make) -> None:
-    shelf = StoredBlocks()
-    before = make(shelf=shelf)
-    before.serve(LONG)
-    until(before, lambda: len(shelf.blocks) == 12 + 12 * BUNDLES)
-    labels = before.start(LONG)
-    before.release(labels)
-    for harness in (before, make(shelf=shelf.copy())):
-        deletion = harness.cache.delete(labels.namespace, labels.labels)
-        until(harness, lambda: harness.cache.is_deleted(deletion))  # noqa: B023
-        assert not harness.shelf.blocks
-        assert [harness.held(tier) for tier in (DEVICE, HOST, DISK)] == [0, 0, 0]
+    check_deletion(make, 12 + 12 * BUNDLES)
 
 
 def test_cells_belong_to_the_namespace_of_their_prompt(make: Make) -> None:
@@ -337,16 +318,8 @@ def test_a_load_of_a_cell_that_fails_breaks_the_lease(make: Make) -> None:
     before = make(shelf=shelf)
     labels = before.serve(LONG).labels
     until(before, lambda: len(shelf.blocks) == 12 + 12 * BUNDLES)
-    harness = make(shelf=shelf.copy())
-    cell = harness.cell_name(NS, labels[:11])
-    harness.storage.spoiled.add(next_keys(NS, cell)[-1])
-    request = harness.ask(LONG)
-    assert harness.cache.drain()
-    assert request.lease.broken
-    harness.release(request)
-    again = harness.start(LONG)
-    assert again.lease.num_shared == 10
-    harness.finish(again)
+    key = next_keys(NS, before.cell_name(NS, labels[:11]))[-1]
+    assert check_broken_load(make, shelf, key) == 10
 
 
 def test_a_pool_of_other_blocks_is_refused() -> None:

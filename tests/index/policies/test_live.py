@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvtier.core import hot
 from kvtier.index.policies.live import LivePolicy
@@ -200,54 +198,6 @@ def test_prompts_that_nobody_repeats_are_not_let_in_once_that_is_known() -> None
         if now > 500:
             assert tier.num_stored - stored <= 20
     assert tier.num_stored < 0.5 * 1000 * 20
-
-
-# -- random steps ----------------------------------------------------------------------------------
-
-steps = st.lists(
-    st.tuples(
-        st.integers(0, 9),  # the kind of step
-        st.integers(0, 6),  # a prompt
-        st.integers(0, 5),  # number of leading blocks shared with prompt 0
-        st.integers(0, 12),  # number of further blocks
-        st.integers(0, 8),  # a number of blocks
-        st.sampled_from([0.0, 0.1, 1.0, 7.0, 300.0]),
-    ),
-    max_size=120,
-)
-
-
-@given(steps=steps, capacity=st.integers(1, 40), seed=st.integers(0, 2**64 - 1))
-def test_nothing_that_may_happen_upsets_it(
-    make: Make, steps: list[tuple[int, int, int, int, int, float]], capacity: int, seed: int
-) -> None:
-    tier = Tier(make(capacity, seed), capacity, check=True)
-    now = 0.0
-    for what, number, shared, length, num, passes in steps:
-        now += passes
-        path = names(np.concatenate([prompt(0, shared), prompt(number, length)]))
-        absent = np.array([name for name in path.tolist() if name not in tier.blocks], np.uint64)
-        if what < 3:
-            tier.policy.asked(path, now)
-            tier.store(absent, path)
-        elif what < 5:
-            tier.policy.asked(path, now)
-        elif what == 5:  # some of the absent blocks, perhaps not the first
-            tier.store(absent[num // 2 : num], path)
-        elif what == 6:  # the blocks of the path, those in the tier included
-            free = [*path.tolist()]
-            while sum(name not in tier.blocks for name in free) > tier.num_free:
-                free.pop()
-            tier.policy.entered(np.array(free, np.uint64))
-            tier.blocks.update(free)
-            tier.check()
-        elif what == 7:
-            tier.lose(num, path[:shared])
-        else:
-            gone = path[num : num + 2]
-            tier.policy.left(gone)
-            tier.blocks.difference_update(gone.tolist())
-            tier.check()
 
 
 @pytest.mark.parametrize("share", [0.5, 0.95, 0.999, 1.0])

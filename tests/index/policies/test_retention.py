@@ -285,7 +285,7 @@ saids = st.builds(
 )
 steps = st.lists(
     st.tuples(
-        st.integers(0, 12),  # the kind of step
+        st.integers(0, 13),  # the kind of step
         st.integers(0, 4),  # a prompt
         st.integers(0, 5),  # number of leading blocks shared with prompt 0
         st.integers(0, 12),  # number of further blocks
@@ -299,7 +299,7 @@ Step = tuple[int, int, int, int, int, float, tuple[HintKind, int, int, int, floa
 
 
 @given(steps=steps, capacity=st.integers(1, 40), seed=st.integers(0, 2**64 - 1))
-def test_no_hint_upsets_it(make: Make, steps: list[Step], capacity: int, seed: int) -> None:
+def test_no_call_upsets_it(make: Make, steps: list[Step], capacity: int, seed: int) -> None:
     tier = Tier(make(capacity, seed), capacity, check=True)
     now = 0.0
     for what, number, shared, length, num, passes, (kind, level, first, end, lasts) in steps:
@@ -323,11 +323,18 @@ def test_no_hint_upsets_it(make: Make, steps: list[Step], capacity: int, seed: i
             tier.policy.left(gone)
             tier.blocks.difference_update(gone.tolist())
             tier.check()
-        else:  # requested blocks, in any order
+        elif what == 12:  # requested blocks, in any order
             for name in absent[::-1][: tier.num_free].tolist():
                 tier.policy.entered(np.array([name], np.uint64))
                 tier.blocks.add(name)
                 tier.check()
+        else:  # the blocks of the path, those in the tier included
+            free = [*path.tolist()]
+            while sum(name not in tier.blocks for name in free) > tier.num_free:
+                free.pop()
+            tier.policy.entered(np.array(free, np.uint64))
+            tier.blocks.update(free)
+            tier.check()
     tier.policy.asked(names(prompt(99, 1)), now + MAX_TTL_S)
     assert len(tier.lose(capacity, NOTHING)) > 0 or not tier.blocks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from kvtier.cache.ladder.admission import Admission, TransientBlocks
 from kvtier.cache.ladder.reuse_sampler import ReuseSampler
@@ -21,6 +22,7 @@ Demote = Callable[[Sequence[BlockId]], Sequence[BlockId]]
 """Copy blocks to the tier below; return the ones that may be evicted now."""
 
 
+@dataclass(eq=False)
 class Eviction:
     """Allocates slots, and evicts blocks if too few are free.
 
@@ -28,31 +30,21 @@ class Eviction:
     demote: called with the blocks to evict from the fastest tier; None if they are not copied.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        index: BlockIndex,
-        mover: Mover,
-        transfers: Transfers,
-        metrics: Metrics,
-        reuse_sampler: ReuseSampler,
-        admission: Admission,
-        transient_blocks: TransientBlocks,
-        on_left_out: Callable[[str, Sequence[BlockId]], object] | None,
-        demote: Demote | None,
-    ) -> None:
-        self._topology = topology
-        self._index = index
-        self._mover = mover
-        self._transfers = transfers
-        self._metrics = metrics
-        self._reuse_sampler = reuse_sampler
-        self._admission = admission
-        self._transient_blocks = transient_blocks
-        self._on_left_out = on_left_out
-        self._demote = demote
-        self._told: dict[str, int] = {}  # the room of each tier, as the index knows it
-        for tier in topology.allocators:
+    topology: Topology
+    index: BlockIndex
+    mover: Mover
+    transfers: Transfers
+    metrics: Metrics
+    reuse_sampler: ReuseSampler
+    admission: Admission
+    transient_blocks: TransientBlocks
+    on_left_out: Callable[[str, Sequence[BlockId]], object] | None
+    demote: Demote | None
+    # the room of each tier, as the index knows it
+    _told: dict[str, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for tier in self.topology.allocators:
             self._tell_room(tier)
 
     def num_available(self, tier: str) -> int:
@@ -60,7 +52,7 @@ class Eviction:
 
         An upper bound.
         """
-        return self._topology.allocators[tier].num_free + self._index.num_evictable(tier)
+        return self.topology.allocators[tier].num_free + self.index.num_evictable(tier)
 
     def allocate(self, num_slots: int, as_neighbours: bool = True) -> Sequence[Slot] | None:
         """Allocate slots of the fastest tier, evicting as needed. None if that is not enough.
@@ -71,13 +63,13 @@ class Eviction:
 
         as_neighbours: False for slots that attention does not read.
         """
-        tier = self._topology.fastest
-        allocator = self._topology.allocators[tier]
+        tier = self.topology.fastest
+        allocator = self.topology.allocators[tier]
         missing = num_slots - allocator.num_free
-        if missing > self._index.num_evictable(tier):
+        if missing > self.index.num_evictable(tier):
             return None
         self.make(tier, missing)
-        budget = 2 * num_slots if as_neighbours and self._topology.below(tier) else 0
+        budget = 2 * num_slots if as_neighbours and self.topology.below(tier) else 0
         while budget > 0 and (short := num_slots - allocator.longest_run()) > 0:
             more = min(budget, max(short, num_slots // 8))
             budget -= more
@@ -97,30 +89,30 @@ class Eviction:
             but_not: blocks that must not be evicted.
             admit: called otherwise; returns how many blocks are worth evicting others for.
         """
-        tier = self._topology.fastest
-        allocator = self._topology.allocators[tier]
+        tier = self.topology.fastest
+        allocator = self.topology.allocators[tier]
         self._tell_room(tier)
-        self._index.lease(but_not, tier)
+        self.index.lease(but_not, tier)
         if num_slots > allocator.num_free:
             num_admitted = admit()
             self._count_left_out(num_slots - num_admitted, tier)
             num_slots = num_admitted
         missing = num_slots - allocator.num_free
-        if missing <= self._index.num_evictable(tier):
+        if missing <= self.index.num_evictable(tier):
             self.make(tier, missing)
-        self._index.release(but_not, tier)
+        self.index.release(but_not, tier)
         return allocator.allocate(num_slots)
 
     def make(self, tier: str, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` blocks from ``tier``. Return how many were evicted."""
-        if tier == self._topology.staging:
-            num_blocks -= self._transient_blocks.make(num_blocks)
-        leaving = self._index.evict(tier, max(0, num_blocks))
-        self._reuse_sampler.on_evict(leaving, tier)
+        if tier == self.topology.staging:
+            num_blocks -= self.transient_blocks.make(num_blocks)
+        leaving = self.index.evict(tier, max(0, num_blocks))
+        self.reuse_sampler.on_evict(leaving, tier)
         slots = self._leave(leaving, tier)
-        self._topology.allocators[tier].free(slots)
+        self.topology.allocators[tier].free(slots)
         if slots:
-            self._metrics.count(EVICTED_BLOCKS, len(slots), tier=tier)
+            self.metrics.count(EVICTED_BLOCKS, len(slots), tier=tier)
         return len(slots)
 
     def make_for(self, blocks: Sequence[BlockId], tier: str) -> Sequence[BlockId]:
@@ -129,67 +121,67 @@ class Eviction:
         The prefixes of ``blocks`` are not evicted: the end of a prompt must not push out its
         beginning. There may be less room than blocks admitted.
         """
-        allocator = self._topology.allocators[tier]
+        allocator = self.topology.allocators[tier]
         self._tell_room(tier)
-        prefixes = self._index.prefixes(blocks, tier) if len(blocks) > allocator.num_free else ()
-        self._index.lease(prefixes, tier)
-        admitted = self._admission.admit(blocks, tier)
+        prefixes = self.index.prefixes(blocks, tier) if len(blocks) > allocator.num_free else ()
+        self.index.lease(prefixes, tier)
+        admitted = self.admission.admit(blocks, tier)
         self.make(tier, len(admitted) - allocator.num_free)
-        self._index.release(prefixes, tier)
+        self.index.release(prefixes, tier)
         self._count_left_out(len(blocks) - len(admitted), tier)
-        if self._on_left_out is not None and len(admitted) < len(blocks):
+        if self.on_left_out is not None and len(admitted) < len(blocks):
             worth = set(admitted)
-            self._on_left_out(tier, [block for block in blocks if block not in worth])
+            self.on_left_out(tier, [block for block in blocks if block not in worth])
         return admitted
 
     def _count_left_out(self, num_blocks: int, tier: str) -> None:
         if num_blocks:
-            self._metrics.count(UNADMITTED_BLOCKS, num_blocks, tier=tier)
+            self.metrics.count(UNADMITTED_BLOCKS, num_blocks, tier=tier)
 
     def _tell_room(self, tier: str) -> None:
         """Report a tier's capacity to the index. It grows while the tier opens, and may shrink."""
-        allocator = self._topology.allocators[tier]
+        allocator = self.topology.allocators[tier]
         num_slots = max(allocator.capacity, allocator.num_used + allocator.num_free)
         if self._told.get(tier) != num_slots:
             self._told[tier] = num_slots
-            self._index.set_room(tier, max(1, num_slots))
+            self.index.set_room(tier, max(1, num_slots))
 
     def remove(self, blocks: Sequence[BlockId], tier: str) -> None:
         """Evict these blocks from ``tier``, if ready and not leased."""
-        states = self._index.states_of(blocks, tier)
+        states = self.index.states_of(blocks, tier)
         ready = [block for block, at in zip(blocks, states, strict=True) if at is State.READY]
-        leaving = [block for block in ready if not self._index.num_leases(block, tier)]
-        self._reuse_sampler.on_evict(leaving, tier)
-        if tier == self._topology.staging:
-            self._transient_blocks.on_evict(leaving)
-        self._transfers.report(tier, leaving, is_removed=True)
-        slots = [self._index.lose(block, tier) for block in leaving]
-        self._topology.allocators[tier].free([slot for slot in slots if slot is not None])
+        leaving = [block for block in ready if not self.index.num_leases(block, tier)]
+        self.reuse_sampler.on_evict(leaving, tier)
+        if tier == self.topology.staging:
+            self.transient_blocks.on_evict(leaving)
+        self.transfers.report(tier, leaving, is_removed=True)
+        slots = [self.index.lose(block, tier) for block in leaving]
+        self.topology.allocators[tier].free([slot for slot in slots if slot is not None])
         if leaving:
-            self._metrics.count(EVICTED_BLOCKS, len(leaving), tier=tier)
+            self.metrics.count(EVICTED_BLOCKS, len(leaving), tier=tier)
 
     def delete(self, tier: str, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` blocks from ``tier``, from storage permanently.
 
         Returns how many were evicted.
         """
-        leaving = self._index.evict(tier, num_blocks)
-        self._topology.allocators[tier].free(self._leave(leaving, tier, for_good=True))
+        leaving = self.index.evict(tier, num_blocks)
+        self.topology.allocators[tier].free(self._leave(leaving, tier, for_good=True))
         return len(leaving)
 
     def _leave(
         self, leaving: Sequence[BlockId], tier: str, for_good: bool = False
     ) -> Sequence[Slot]:
         """Remove evicted blocks from ``tier``. Return the slots that are free now."""
-        if self._demote is not None and tier == self._topology.fastest:
-            leaving = self._demote(leaving)
-        self._transfers.report(tier, leaving, is_removed=True)
-        if tier == self._topology.staging:
-            self._transient_blocks.on_evict(leaving)
-        if leaving and tier in self._topology.storages and (for_good or not self._evicts(tier)):
-            keys = keys_of(self._index.names(leaving))
-            self._mover.drop(tier, keys, for_good)
-        return self._index.forget(leaving, tier)
+        if self.demote is not None and tier == self.topology.fastest:
+            leaving = self.demote(leaving)
+        self.transfers.report(tier, leaving, is_removed=True)
+        if tier == self.topology.staging:
+            self.transient_blocks.on_evict(leaving)
+        if leaving and tier in self.topology.storages and (for_good or not self._evicts(tier)):
+            keys = keys_of(self.index.names(leaving))
+            self.mover.drop(tier, keys, for_good)
+        return self.index.forget(leaving, tier)
 
     def _evicts(self, storage: str) -> bool:
-        return self._mover.storages[storage].evicts
+        return self.mover.storages[storage].evicts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import inf
 
 from kvtier.cache.ladder.admission import Admission
@@ -41,6 +42,7 @@ def piece_sizes(num_blocks: int, first_blocks: int) -> Iterator[int]:
         yield size
 
 
+@dataclass(eq=False)
 class Loads:
     """Copies towards the fastest tier, for scheduled and for queued requests.
 
@@ -49,53 +51,42 @@ class Loads:
     clock: seconds.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        index: BlockIndex,
-        mover: Mover,
-        transfers: Transfers,
-        eviction: Eviction,
-        admission: Admission,
-        costs: CostModel,
-        metrics: Metrics,
-        clock: Callable[[], float],
-        first_blocks: int,
-        block_bytes: int,
-    ) -> None:
-        self._topology = topology
-        self._index = index
-        self._mover = mover
-        self._transfers = transfers
-        self._eviction = eviction
-        self._admission = admission
-        self._costs = costs
-        self._metrics = metrics
-        self._clock = clock
-        self._first_blocks = first_blocks
-        self._block_bytes = block_bytes
-        self._probed_s: dict[str, float] = {}  # time of the last probe of each tier
-        self._ahead: set[Transfer] = set()  # reads that no request waits for
-        self._prefetches: set[Prefetch] = set()
-        self._num_prefetched = 0  # blocks of all prefetches
+    topology: Topology
+    index: BlockIndex
+    mover: Mover
+    transfers: Transfers
+    eviction: Eviction
+    admission: Admission
+    costs: CostModel
+    metrics: Metrics
+    clock: Callable[[], float]
+    first_blocks: int
+    block_bytes: int
+    # time of the last probe of each tier
+    _probed_s: dict[str, float] = field(init=False, default_factory=dict)
+    # reads that no request waits for
+    _ahead: set[Transfer] = field(init=False, default_factory=set)
+    _prefetches: set[Prefetch] = field(init=False, default_factory=set)
+    # blocks of all prefetches
+    _num_prefetched: int = field(init=False, default=0)
 
     def load(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
         """Begin a plan's copy to the fastest tier, tier by tier or directly.
 
         It is cut into pieces, so that one is read while another is copied to the fastest tier.
         """
-        between = self._topology.above(copy.src)
-        if copy.src in self._topology.direct or between == self._topology.fastest:
+        between = self.topology.above(copy.src)
+        if copy.src in self.topology.direct or between == self.topology.fastest:
             self.load_directly(copy, dst_slots)
             return
         blocks, rest = copy.blocks, copy.blocks[:0]
-        if copy.src in self._topology.direct_at_need:
-            room = self._eviction.num_available(self._topology.staging)
+        if copy.src in self.topology.direct_at_need:
+            room = self.eviction.num_available(self.topology.staging)
             blocks, rest = blocks[:room], blocks[room:]
         at = 0
         for leg, part in self.promote(blocks, copy.src):
             slots, at = dst_slots[at : at + len(part)], at + len(part)
-            self._transfers.begin(Copy(between, copy.dst, part), slots, after=leg)
+            self.transfers.begin(Copy(between, copy.dst, part), slots, after=leg)
         if rest:
             self.load_directly(Copy(copy.src, copy.dst, rest), dst_slots[at:])
 
@@ -104,7 +95,7 @@ class Loads:
         at = 0
         for piece in self._pieces(copy, DIRECT_PIECES):
             slots, at = dst_slots[at : at + len(piece.blocks)], at + len(piece.blocks)
-            self._transfers.begin(piece, slots)
+            self.transfers.begin(piece, slots)
 
     def _pieces(self, copy: Copy, times: int = 1) -> Iterator[Copy]:
         """Yield the pieces of a load.
@@ -113,8 +104,8 @@ class Loads:
         memory tiers is one piece.
         """
         sizes: Iterator[int] = iter((len(copy.blocks),))
-        if copy.src in self._topology.storages:
-            sizes = piece_sizes(len(copy.blocks), times * self._first_blocks)
+        if copy.src in self.topology.storages:
+            sizes = piece_sizes(len(copy.blocks), times * self.first_blocks)
         at = 0
         for size in sizes:
             yield Copy(copy.src, copy.dst, copy.blocks[at : at + size])
@@ -133,9 +124,9 @@ class Loads:
         Returns:
             The transfers, each with the blocks that it brings, in the order given.
         """
-        dst = self._topology.above(src)
+        dst = self.topology.above(src)
         legs: list[tuple[Transfer, Sequence[BlockId]]] = []
-        for state, run in runs_of(self._index.states_of(blocks, dst)):
+        for state, run in runs_of(self.index.states_of(blocks, dst)):
             part = blocks[run.start : run.stop]
             if state is State.ABSENT:
                 pieces = self._pieces(Copy(src, dst, part))
@@ -148,20 +139,20 @@ class Loads:
         self, blocks: Sequence[BlockId], dst: str, urgent: bool
     ) -> Iterator[tuple[Transfer, Sequence[BlockId]]]:
         """Yield the transfers in flight that bring ``blocks``, each with its blocks."""
-        for leg, run in self._transfers.in_flight.filling(self._index.slots(blocks, dst), dst):
+        for leg, run in self.transfers.in_flight.filling(self.index.slots(blocks, dst), dst):
             if urgent:
-                self._transfers.hurry(leg)
+                self.transfers.hurry(leg)
             yield leg, blocks[run.start : run.stop]
 
     def _begin(self, copy: Copy, urgent: bool) -> Transfer:
-        room = self._topology.allocators[copy.dst]
-        if copy.dst == self._topology.staging:
-            self._admission.admit_read(copy.blocks, copy.dst)
-        self._eviction.make(copy.dst, len(copy.blocks) - room.num_free)
+        room = self.topology.allocators[copy.dst]
+        if copy.dst == self.topology.staging:
+            self.admission.admit_read(copy.blocks, copy.dst)
+        self.eviction.make(copy.dst, len(copy.blocks) - room.num_free)
         slots = room.allocate(len(copy.blocks))
         if slots is None:
-            return self._transfers.refuse(copy, "no room, everything there is in use")
-        return self._transfers.begin(copy, slots, urgent=urgent)
+            return self.transfers.refuse(copy, "no room, everything there is in use")
+        return self.transfers.begin(copy, slots, urgent=urgent)
 
     # -- reads ahead -------------------------------------------------------------------------------
 
@@ -172,15 +163,15 @@ class Loads:
         """
         if num_reused_blocks == match.num_blocks:
             return
-        topology = self._topology
+        topology = self.topology
         left = match.blocks[num_reused_blocks:], match.tiers[num_reused_blocks:]
         for name in topology.storages if topology.is_staged else ():
             blocks, num = _in_tier(name, *left), 0
             if name in topology.direct:
                 num = self.num_to_probe(name, len(blocks))
-            elif self._mover.is_idle(name):
-                num = self._first_blocks
-            room = min(num, self._eviction.num_available(topology.staging))
+            elif self.mover.is_idle(name):
+                num = self.first_blocks
+            room = min(num, self.eviction.num_available(topology.staging))
             self._ahead.update(leg for leg, _ in self.promote(blocks[:room], name, urgent=False))
         self._probe_memory(_in_tier(topology.staging, *left))
 
@@ -196,18 +187,18 @@ class Loads:
 
     def _probe_memory(self, blocks: Sequence[BlockId]) -> None:
         """Copy a few of the blocks in staging memory to the fastest tier, if a probe is due."""
-        staging, fastest = self._topology.staging, self._topology.fastest
-        if not blocks or staging == fastest or self._topology.above(staging) != fastest:
+        staging, fastest = self.topology.staging, self.topology.fastest
+        if not blocks or staging == fastest or self.topology.above(staging) != fastest:
             return
-        here = self._index.states_of(blocks, staging)
-        there = self._index.states_of(blocks, fastest)
+        here = self.index.states_of(blocks, staging)
+        there = self.index.states_of(blocks, fastest)
         some = [
             block
             for block, at, above in zip(blocks, here, there, strict=True)
             if at is State.READY and above is State.ABSENT
         ]
         num = self._take_probe(staging, fastest, len(some))
-        num = min(num, self._eviction.num_available(fastest))
+        num = min(num, self.eviction.num_available(fastest))
         self.promote(some[:num], staging, urgent=False)
 
     def num_to_probe(self, storage: str, num_declined: int) -> int:
@@ -215,27 +206,27 @@ class Loads:
 
         num_declined: number of blocks there that are computed.
         """
-        return self._take_probe(storage, self._topology.staging, num_declined)
+        return self._take_probe(storage, self.topology.staging, num_declined)
 
     def _take_probe(self, src: str, dst: str, num_declined: int) -> int:
         """Return how many blocks to read now from ``src`` to ``dst``; see ``kvtier.plan.probe``.
 
         0 if no probe is due, or the tier is in use: then its reads renew the estimate.
         """
-        route, now_s = (src, dst), self._clock()
-        if not num_declined or self._transfers.in_flight.by_route.get(route):
+        route, now_s = (src, dst), self.clock()
+        if not num_declined or self.transfers.in_flight.by_route.get(route):
             return 0
-        if not self._mover.accepts(route):
+        if not self.mover.accepts(route):
             return 0
-        last = self._costs.last_copy(route)
-        if last is None and src not in self._mover.storages:
+        last = self.costs.last_copy(route)
+        if last is None and src not in self.mover.storages:
             return 0  # a copy that was never measured counts as free; storage may be read directly
         seen_s, last_s = last or (-inf, 0.0)
         quiet_s = now_s - max(seen_s, self._probed_s.get(src, -inf))
-        num = num_to_probe(num_declined, self._block_bytes, quiet_s, last_s)
+        num = num_to_probe(num_declined, self.block_bytes, quiet_s, last_s)
         if num:
             self._probed_s[src] = now_s
-            self._metrics.count(PROBED_BLOCKS, num, src=src)
+            self.metrics.count(PROBED_BLOCKS, num, src=src)
         return num
 
     # -- prefetches --------------------------------------------------------------------------------
@@ -245,21 +236,21 @@ class Loads:
 
         Returns None while other prefetches hold too much of that memory.
         """
-        tier = self._topology.staging
-        if tier == self._topology.fastest or not self._topology.storages:
-            return Prefetch(self._index, tier, (), deadline)
+        tier = self.topology.staging
+        if tier == self.topology.fastest or not self.topology.storages:
+            return Prefetch(self.index, tier, (), deadline)
         wanted: list[BlockId] = []
         for found_in, run in runs_of(match.tiers):
-            if found_in == tier or found_in in self._topology.storages:
+            if found_in == tier or found_in in self.topology.storages:
                 wanted += match.blocks[run.start : run.stop]
-        limit = int(self._topology.allocators[tier].num_open * PREFETCH_SHARE)
+        limit = int(self.topology.allocators[tier].num_open * PREFETCH_SHARE)
         if self._num_prefetched and self._num_prefetched + len(wanted) > limit:
             return None
-        prefetch = Prefetch(self._index, tier, wanted[:limit], deadline)
+        prefetch = Prefetch(self.index, tier, wanted[:limit], deadline)
         self._prefetches.add(prefetch)
         self._num_prefetched += len(prefetch.blocks)
-        room = self._eviction.num_available(tier)
-        for name in self._topology.storages:
+        room = self.eviction.num_available(tier)
+        for name in self.topology.storages:
             there = _in_tier(name, match.blocks, match.tiers)
             missing = [block for block in there if block in prefetch.blocks]
             for leg, part in self.promote(missing[:room], name, urgent=False):
@@ -273,7 +264,7 @@ class Loads:
             self._prefetches.remove(prefetch)
             self._num_prefetched -= len(prefetch.blocks)
         for transfer in prefetch.end():
-            self._transfers.withdraw(transfer)
+            self.transfers.withdraw(transfer)
 
 
 def _in_tier(tier: str, blocks: Sequence[BlockId], tiers: Sequence[str]) -> Sequence[BlockId]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
@@ -67,6 +67,7 @@ class LookupPatience:
         return patience_s(self.costs.snapshot(), first * size, end * size) if size else inf
 
 
+@dataclass(eq=False)
 class StorageLookup:
     """Looks up keys in storage that the index does not know, and adopts the blocks that it has.
 
@@ -74,42 +75,33 @@ class StorageLookup:
     with the same prefix.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        index: BlockIndex,
-        mover: Mover,
-        transfers: Transfers,
-        eviction: Eviction,
-        patience: LookupPatience,
-        metrics: Metrics,
-        clock: Callable[[], float],
-    ) -> None:
-        self._topology = topology
-        self._index = index
-        self._mover = mover
-        self._transfers = transfers
-        self._eviction = eviction
-        self._metrics = metrics
-        self._clock = clock
-        self._patience = patience
-        # By storage and first key: each prompt has one look-up in flight per storage tier.
-        self._asked: dict[_Name, PendingLookup] = {}
-        self._absent: OrderedDict[_Name, float] = OrderedDict()  # until when it is not asked again
-        self._late: set[str] = set()  # storage not waited for until it answers in time
-        self._took_s: dict[str, float] = {}  # duration of the last first look-up
+    topology: Topology
+    index: BlockIndex
+    mover: Mover
+    transfers: Transfers
+    eviction: Eviction
+    patience: LookupPatience
+    metrics: Metrics
+    clock: Callable[[], float]
+    # By storage and first key: each prompt has one look-up in flight per storage tier.
+    _asked: dict[_Name, PendingLookup] = field(init=False, default_factory=dict)
+    # until when it is not asked again
+    _absent: OrderedDict[_Name, float] = field(init=False, default_factory=OrderedDict)
+    # storage not waited for until it answers in time
+    _late: set[str] = field(init=False, default_factory=set)
+    # duration of the last first look-up
+    _took_s: dict[str, float] = field(init=False, default_factory=dict)
 
     def unindexed(self, finds_at_once: bool | None = None) -> list[str]:
         """Return the storage tiers that may have blocks that the index does not know yet.
 
         finds_at_once: only tiers that answer look-ups at once (True), or only the others (False).
         """
-        facts = self._mover.storages
+        facts = self.mover.storages
         return [
             name
-            for name in self._topology.storages
-            if finds_at_once in (None, facts[name].finds_at_once)
-            and self._mover.has_unindexed(name)
+            for name in self.topology.storages
+            if finds_at_once in (None, facts[name].finds_at_once) and self.mover.has_unindexed(name)
         ]
 
     # -- a prompt ---------------------------------------------------------------------------------
@@ -152,7 +144,7 @@ class StorageLookup:
         if asked.job.done:
             return False
         usual_s = self._took_s.get(asked.question.storage, 0.0)
-        return max(self._clock() - asked.began_s, usual_s) < self._patience.computing_s(first, end)
+        return max(self.clock() - asked.began_s, usual_s) < self.patience.computing_s(first, end)
 
     def _ask(self, question: Lookup) -> PendingLookup | None:
         """Begin a look-up, or join the one in flight. None if its answer is not waited for."""
@@ -160,29 +152,29 @@ class StorageLookup:
         if self._is_absent(name):
             return None
         asked = self._asked.get(name) or self._begin(question)
-        if self._mover.storages[question.storage].finds_at_once:
+        if self.mover.storages[question.storage].finds_at_once:
             self._hear(asked)
             return None
-        if not self._patience.limit_s or question.storage in self._late or self._give_up(asked):
+        if not self.patience.limit_s or question.storage in self._late or self._give_up(asked):
             return None
         return asked
 
     def _is_absent(self, name: _Name) -> bool:
-        return name in self._absent and self._absent[name] > self._clock()
+        return name in self._absent and self._absent[name] > self.clock()
 
     def _begin(self, question: Lookup, before: PendingLookup | None = None) -> PendingLookup:
         """Begin a look-up. before: the look-up that this one continues."""
-        job = self._mover.find(question.storage, question.keys)
+        job = self.mover.find(question.storage, question.keys)
         asked = before or PendingLookup(question, job)
         asked.question, asked.job = question, job
-        asked.began_s = self._clock()
+        asked.began_s = self.clock()
         self._asked[question.storage, question.name] = asked
         return asked
 
     def _give_up(self, asked: PendingLookup) -> bool:
         """Stop waiting for this storage if its answer is late. Return whether it is."""
         is_late = asked.job.is_late or (
-            not self._mover.tells_late and self._clock() - asked.began_s >= self._patience.limit_s
+            not self.mover.tells_late and self.clock() - asked.began_s >= self.patience.limit_s
         )
         if asked.job.done or not is_late:
             return False
@@ -219,18 +211,18 @@ class StorageLookup:
         more = question.take_in(job.places_there, add)
         if job.error is not None or FAILED in job.outcomes:
             more = None
-        if not self._mover.storages[question.storage].finds_at_once and job.error is None:
+        if not self.mover.storages[question.storage].finds_at_once and job.error is None:
             self._note_answer(question, job, is_last=more is None)
         return more
 
     def _note_answer(self, question: Lookup, job: FindJob, is_last: bool) -> None:
         """Measure an answer, and remember the first block that storage did not have."""
         storage = question.storage
-        self._metrics.observe(LOOKUP_SECONDS, job.seconds, tier=storage)
+        self.metrics.observe(LOOKUP_SECONDS, job.seconds, tier=storage)
         if len(question.keys) <= FIRST_KEYS:
             self._took_s[storage] = job.seconds
         # The duration, not the time of this call: an engine's step may lie between.
-        if FAILED not in job.outcomes and job.seconds < self._patience.limit_s:
+        if FAILED not in job.outcomes and job.seconds < self.patience.limit_s:
             self._late.discard(storage)
         missing = next(
             (at for at, outcome in enumerate(job.outcomes) if outcome is not THERE), None
@@ -239,7 +231,7 @@ class StorageLookup:
         if lacked is None and missing is not None and job.outcomes[missing] is ABSENT:
             lacked = question.keys[missing]
         if is_last and lacked is not None:
-            self._absent[storage, lacked] = self._clock() + ABSENT_S
+            self._absent[storage, lacked] = self.clock() + ABSENT_S
             while len(self._absent) > MAX_ABSENT:
                 self._absent.popitem(last=False)
 
@@ -266,22 +258,22 @@ class StorageLookup:
         """Adopt those of ``blocks`` that storage recovered from an earlier run. Return them."""
         if not blocks or storage not in self.unindexed(finds_at_once=True):
             return set()
-        keys = keys_of(self._index.names(blocks))
-        found = [blocks[at] for at in self._mover.find(storage, keys).places_there]
+        keys = keys_of(self.index.names(blocks))
+        found = [blocks[at] for at in self.mover.find(storage, keys).places_there]
         return set(found[: self._add_found(storage, found)])
 
     # -- what was found ---------------------------------------------------------------------------
 
     def _add_found(self, storage: str, blocks: Sequence[BlockId]) -> int:
         """Note in the index that ``storage`` has blocks, as far as it has room. Return how many."""
-        states = self._index.states_of(blocks, storage)
+        states = self.index.states_of(blocks, storage)
         new = blocks
         if states.count(State.ABSENT) < len(states):
             new = [block for block, at in zip(blocks, states, strict=True) if at is State.ABSENT]
-        allocator = self._topology.allocators[storage]
-        self._eviction.make(storage, len(new) - allocator.num_free)
+        allocator = self.topology.allocators[storage]
+        self.eviction.make(storage, len(new) - allocator.num_free)
         slots = allocator.allocate(min(len(new), allocator.num_free)) or []
-        self._transfers.found(new[: len(slots)], storage, slots)
+        self.transfers.found(new[: len(slots)], storage, slots)
         self._leave(storage, new[len(slots) :])
         return len(slots)
 
@@ -291,6 +283,6 @@ class StorageLookup:
         The index forgets them by a write that is begun and aborted.
         """
         if blocks:
-            self._mover.drop(storage, keys_of(self._index.names(blocks)))
-            self._index.begin_write(blocks, storage, [Slot(0)] * len(blocks))
-            self._index.abort(blocks, storage)
+            self.mover.drop(storage, keys_of(self.index.names(blocks)))
+            self.index.begin_write(blocks, storage, [Slot(0)] * len(blocks))
+            self.index.abort(blocks, storage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.cache.ladder.eviction import Eviction
@@ -42,6 +43,7 @@ class Stored(NamedTuple):
     is_left_out: bool
 
 
+@dataclass(eq=False)
 class Stores:
     """Copies blocks to lower tiers: from the fastest one tier down, and from memory to storage.
 
@@ -51,29 +53,16 @@ class Stores:
     patience_s: longest delay of an eviction by one copy.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        index: BlockIndex,
-        mover: Mover,
-        transfers: Transfers,
-        eviction: Eviction,
-        write_queues: WriteQueues,
-        storage_lookup: StorageLookup,
-        metrics: Metrics,
-        piece_blocks: int,
-        patience_s: float,
-    ) -> None:
-        self._topology = topology
-        self._index = index
-        self._mover = mover
-        self._transfers = transfers
-        self._eviction = eviction
-        self._write_queues = write_queues
-        self._storage_lookup = storage_lookup
-        self._metrics = metrics
-        self._piece_blocks = piece_blocks
-        self._patience_s = patience_s
+    topology: Topology
+    index: BlockIndex
+    mover: Mover
+    transfers: Transfers
+    eviction: Eviction
+    write_queues: WriteQueues
+    storage_lookup: StorageLookup
+    metrics: Metrics
+    piece_blocks: int
+    patience_s: float
 
     # -- one tier down -----------------------------------------------------------------------------
 
@@ -87,16 +76,16 @@ class Stores:
             num_there: result of the last call; these first blocks are not checked again.
             waiter: notified when the blocks have arrived.
         """
-        src = self._topology.fastest
-        dst = self._topology.below(src)
+        src = self.topology.fastest
+        dst = self.topology.below(src)
         if dst is None:
             return Stored(0, False)
-        if num_there and self._index.state(blocks[num_there - 1], dst) is State.ABSENT:
+        if num_there and self.index.state(blocks[num_there - 1], dst) is State.ABSENT:
             num_there = 0  # evicted meanwhile
-        there = self._index.states_of(blocks[num_there:], dst)
+        there = self.index.states_of(blocks[num_there:], dst)
         if not has(there, State.ABSENT):
             return Stored(len(blocks), False)
-        here = self._index.states_of(blocks[num_there:], src)
+        here = self.index.states_of(blocks[num_there:], src)
         missing = [
             at
             for at, (below, above) in enumerate(zip(there, here, strict=True), num_there)
@@ -119,12 +108,12 @@ class Stores:
         """
         if not blocks:
             return blocks, 0
-        admitted = self._eviction.make_for(blocks, dst)
-        allocator = self._topology.allocators[dst]
+        admitted = self.eviction.make_for(blocks, dst)
+        allocator = self.topology.allocators[dst]
         slots = allocator.allocate(min(len(admitted), allocator.num_free)) or []
         for at in range(0, len(slots), STORE_BLOCKS):
             end = min(at + STORE_BLOCKS, len(slots))
-            transfer = self._transfers.begin(Copy(src, dst, admitted[at:end]), slots[at:end])
+            transfer = self.transfers.begin(Copy(src, dst, admitted[at:end]), slots[at:end])
             if waiter is not None:
                 waiter.wait_for(transfer)
         self._count_refused(len(admitted) - len(slots), dst)
@@ -133,7 +122,7 @@ class Stores:
     def _count_refused(self, num_blocks: int, tier: str) -> None:
         """Count blocks for which ``tier`` had no room."""
         if num_blocks:
-            self._metrics.count(REFUSED_BLOCKS, num_blocks, tier=tier)
+            self.metrics.count(REFUSED_BLOCKS, num_blocks, tier=tier)
 
     def demote(self, leaving: Sequence[BlockId]) -> Sequence[BlockId]:
         """Copy ``leaving`` one tier down and wait; return the blocks that may be evicted.
@@ -141,18 +130,18 @@ class Stores:
         Blocks nearest to the root are worth most, and are copied first if there is not room for
         all. Blocks that have arrived below are queued for storage.
         """
-        src, in_flight = self._topology.fastest, self._transfers.in_flight
+        src, in_flight = self.topology.fastest, self.transfers.in_flight
         before = len(in_flight.all)
         self.store(leaving[::-1])
         stored: list[Sequence[BlockId]] = []
         for transfer in in_flight.newest(len(in_flight.all) - before):
             assert transfer.job is not None
-            if transfer.job.wait(self._patience_s):
-                self._transfers.finish(transfer)
+            if transfer.job.wait(self.patience_s):
+                self.transfers.finish(transfer)
                 stored.append(transfer.blocks)
                 continue
-            self._index.keep(transfer.blocks, src)  # still being read: not to be evicted yet
-            self._index.lease(transfer.blocks, src)
+            self.index.keep(transfer.blocks, src)  # still being read: not to be evicted yet
+            self.index.lease(transfer.blocks, src)
             transfer.holds_source = True
             staying = set(transfer.blocks)
             leaving = [block for block in leaving if block not in staying]
@@ -167,15 +156,15 @@ class Stores:
 
         Begins what is due.
         """
-        self._write_queues.offer(blocks)
+        self.write_queues.offer(blocks)
         self.write()
 
     def write(self) -> None:
         """Begin the writes that are due. A long queue is begun in part, since an engine waits."""
-        if not self._write_queues.is_open:
+        if not self.write_queues.is_open:
             return
-        for queue in self._write_queues:
-            piece = max(self._piece_blocks, len(queue) // WRITE_SHARE)
+        for queue in self.write_queues:
+            piece = max(self.piece_blocks, len(queue) // WRITE_SHARE)
             left = max(piece, WRITE_BLOCKS)
             while left > 0 and (wanted := queue.take(min(piece, left))):
                 left -= len(wanted)
@@ -186,12 +175,12 @@ class Stores:
 
         Blocks whose copy in memory was given up are not written.
         """
-        staging = self._topology.staging
-        if lost := self._transfers.lost:
+        staging = self.topology.staging
+        if lost := self.transfers.lost:
             wanted = [block for block in wanted if (block, staging) not in lost]
-        there = self._storage_lookup.adopt(wanted, storage)
+        there = self.storage_lookup.adopt(wanted, storage)
         new = [block for block in wanted if block not in there] if there else wanted
-        if self._mover.accepts((staging, storage)):
+        if self.mover.accepts((staging, storage)):
             return self._copy_down(new, staging, storage)[1]
         self._count_refused(len(new), storage)  # evict nothing for a write that would fail
         return 0
