@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.serve.engine import EngineInfo
 from kvtier.tools.bench_serve.accuracy import TIERS, AccuracyResult, AccuracyRow
@@ -38,7 +40,7 @@ def accuracy(
         for prompt in range(num_prompts)
         for tier in TIERS
     )
-    return AccuracyResult(rows, num_prompts, prompt_tokens, prompt_tokens // 128 * 128, steps=32)
+    return AccuracyResult(rows, prompt_tokens, num_prompts, prompt_tokens // 128 * 128, steps=32)
 
 
 def ttft(
@@ -137,7 +139,7 @@ def store(
         for prompt in range(num_prompts)
     )
     lookups = 0 if lookup_ms is None else num_prompts
-    return StoreResult(rows, "valkey://cache.example", 3500, 200 << 20, lookups, lookup_ms)
+    return StoreResult(rows, 3500, "valkey://cache.example", 200 << 20, lookups, lookup_ms)
 
 
 def serve_result(
@@ -170,7 +172,7 @@ def serve_result(
         started="2030-01-02T03:04:05+00:00",
         wall_s=321.0,
         text="some text",
-        accuracy=accuracy,
+        accuracy=accuracy and replace(accuracy, attention=attention),
         ttft=ttft,
         overhead=overhead,
         slow_disk=slow_disk,

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +32,16 @@ from kvtier.tools.bench_serve.engines import (
     scratch_disk,
     settle,
 )
-from kvtier.tools.bench_serve.options import FULL_ACCURACY_PROMPTS, FULL_PROMPT_TOKENS, BenchError
+from kvtier.tools.bench_serve.experiment import ExperimentResult
+from kvtier.tools.bench_serve.options import FULL_ACCURACY_PROMPTS, BenchError
 from kvtier.tools.bench_serve.tamper import Damage, damaged
 from kvtier.tools.report.corpus import Prompt, with_other_ending
 from kvtier.tools.report.progress import Progress
+from kvtier.tools.report.stats import exactly
+from kvtier.tools.report.target import Target
 
 TIERS = (DEVICE, HOST, DISK)
+FEWER_OR_SHORTER = "with fewer or shorter prompts than the target's"
 CONTROL_STEPS = 4
 """Steps of a control run: damage shows in the first logits or never."""
 
@@ -69,15 +74,16 @@ class AccuracyRow:
         return self.reused and self.equal
 
 
-@dataclass(frozen=True, slots=True)
-class AccuracyResult:
+@dataclass(frozen=True)
+class AccuracyResult(ExperimentResult):
     """All rows, one per prompt and tier, and the sizes of the experiment."""
 
+    name = "accuracy"
     rows: tuple[AccuracyRow, ...]
     num_prompts: int
-    prompt_tokens: int
     reused_tokens: int
     steps: int
+    attention: str = "full"
 
     def num_equal(self, *tiers: str) -> int:
         """Return the number of prompts that passed in each of ``tiers`` (by default, all)."""
@@ -105,9 +111,26 @@ class AccuracyResult:
     @property
     def full_size(self) -> bool:
         """Whether this is the size for which the target is defined."""
-        return (
-            self.num_prompts >= FULL_ACCURACY_PROMPTS and self.prompt_tokens >= FULL_PROMPT_TOKENS
-        )
+        return self.num_prompts >= FULL_ACCURACY_PROMPTS and self.full_length
+
+    @property
+    def all_same(self) -> bool:
+        """Whether all logits were equal, and all damage was noticed."""
+        return self.share == 1.0
+
+    def targets(self) -> list[Target]:
+        """Return the target. It has no interval: one differing prompt fails it at any size."""
+        return [
+            Target(
+                "C2" if self.attention == "latent" else "C1",
+                "share of prompts with logits equal bit for bit and all damage noticed",
+                exactly(self.share),
+                1.0,
+                at_least=True,
+                deviation="" if self.full_size else FEWER_OR_SHORTER,
+                comparable=self.full_size or self.share < 1,
+            )
+        ]
 
     def as_json(self) -> Mapping[str, object]:
         """Return the counts, in total and by tier."""
@@ -128,25 +151,15 @@ class AccuracyResult:
             "steps": self.steps,
         }
 
-    def rows_json(self) -> list[Mapping[str, object]]:
-        """Return one object per prompt and tier."""
-        return [
-            {
-                "experiment": "accuracy",
-                "prompt": row.prompt,
-                "tier": row.tier,
-                "reused_all": row.reused,
-                "equal": row.equal,
-                "max_difference": row.max_difference,
-                "noticed": {damage.value: seen for damage, seen in row.noticed.items()},
-            }
-            for row in self.rows
-        ]
-
-
-def num_steps(num_prompts: int) -> int:
-    """Return the number of runs in the whole experiment, for the progress bar."""
-    return num_prompts * (3 + len(TIERS) * (1 + len(Damage)))
+    def _row_json(self, row: AccuracyRow) -> dict[str, Any]:
+        return {
+            "prompt": row.prompt,
+            "tier": row.tier,
+            "reused_all": row.reused,
+            "equal": row.equal,
+            "max_difference": row.max_difference,
+            "noticed": {damage.value: seen for damage, seen in row.noticed.items()},
+        }
 
 
 def measure_accuracy(setting: Setting, progress: Progress) -> AccuracyResult:
@@ -156,7 +169,8 @@ def measure_accuracy(setting: Setting, progress: Progress) -> AccuracyResult:
     room = options.blocks(length + options.steps)
     # One prompt more than requested: the last one's negative control needs another's block.
     prompts = setting.prompts(options.accuracy_prompts + 1, length)
-    progress.begin("Accuracy", num_steps(options.accuracy_prompts))
+    runs_per_prompt = 3 + len(TIERS) * (1 + len(Damage))
+    progress.begin("Accuracy", options.accuracy_prompts * runs_per_prompt)
     rows: list[AccuracyRow] = []
     bench = _Accuracy(options.steps, options.reused_tokens(length), progress)
     with scratch_disk(options) as disk:
@@ -171,8 +185,14 @@ def measure_accuracy(setting: Setting, progress: Progress) -> AccuracyResult:
             for number, (prompt, other) in enumerate(pairwise(prompts)):
                 seed = options.seed + number
                 rows.append(bench.measure(engine, DISK, number, prompt, other, seed))
+    reused_tokens = options.reused_tokens(length)
     return AccuracyResult(
-        tuple(rows), options.accuracy_prompts, length, options.reused_tokens(length), options.steps
+        tuple(rows),
+        length,
+        options.accuracy_prompts,
+        reused_tokens,
+        options.steps,
+        setting.info.attention,
     )
 
 

@@ -12,13 +12,21 @@ from kvtier.core.config import CacheConfig
 from kvtier.core.types import LoadPolicy
 from kvtier.serve.engine import Completion, Engine, EngineConfig, EngineInfo, SamplingParams
 from kvtier.tools.bench_serve.options import BenchError, ServeOptions
-from kvtier.tools.bench_serve.sample import Sample, take_sample
 from kvtier.tools.report.corpus import Corpus, Prompt
 
+SHOWN_TOKENS = 40
 DISK_PAGE_BYTES = 4096
 """Page size of the disk; a block takes whole pages."""
 REQUEST_TIMEOUT_S = 1800.0
 """Timeout of a single request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The end of a prompt and the model's greedy continuation: a person sees what was served."""
+
+    ending: str
+    continuation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +112,11 @@ def probe(options: ServeOptions) -> Setting:
     corpus = Corpus(engine.tokenizer.encode, options.text, options.seed)
     (prompt,) = corpus.prompts(1, options.chunk_tokens, options.block_size)
     with engine:
-        return Setting(options, engine.info, corpus, take_sample(engine, prompt))
+        params = SamplingParams(max_tokens=SHOWN_TOKENS)
+        completion = engine.submit(prompt, params).result(REQUEST_TIMEOUT_S)
+        decode = engine.tokenizer.decode
+        sample = Sample(decode(prompt[-SHOWN_TOKENS:]), decode(completion.token_ids))
+        return Setting(options, engine.info, corpus, sample)
 
 
 def run_one(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvtier.serve.engine import Completion, Engine, SamplingParams
 from kvtier.tools.bench_serve.engines import (
@@ -22,12 +23,15 @@ from kvtier.tools.bench_serve.engines import (
     run_one,
     settle,
 )
-from kvtier.tools.bench_serve.options import FULL_PROMPT_TOKENS, BenchError
+from kvtier.tools.bench_serve.experiment import ExperimentResult
+from kvtier.tools.bench_serve.options import BenchError
 from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
 from kvtier.tools.report.stats import Estimate, median_with_interval, rounded
+from kvtier.tools.report.target import Target
 
 TTFT_OUTPUT_TOKENS = 4
+T2_TARGET = 0.01
 FULL_PAIRS = 30
 """Pairs for which the target is defined."""
 
@@ -73,12 +77,13 @@ class OverheadRow:
         return self.on.cpu_s / self.off.cpu_s
 
 
-@dataclass(frozen=True, slots=True)
-class OverheadResult:
+@dataclass(frozen=True)
+class OverheadResult(ExperimentResult):
     """All pairs, in the order of measurement."""
 
+    name = "overhead"
+    full_rows = FULL_PAIRS
     rows: tuple[OverheadRow, ...]
-    prompt_tokens: int
 
     @property
     def ttft_ratio(self) -> Estimate:
@@ -103,18 +108,7 @@ class OverheadResult:
             max(ttft.high, throughput.high),
         )
 
-    @property
-    def full_size(self) -> bool:
-        """Whether there are as many pairs as the target requires."""
-        return len(self.rows) >= FULL_PAIRS
-
-    @property
-    def full_length(self) -> bool:
-        """Whether the prompts are as long as the target requires."""
-        return self.prompt_tokens >= FULL_PROMPT_TOKENS
-
     def as_json(self) -> Mapping[str, object]:
-        """Return the ratios and their intervals."""
         return {
             "ttft_ratio": rounded(self.ttft_ratio.value),
             "throughput_ratio": rounded(self.throughput_ratio.value),
@@ -128,26 +122,20 @@ class OverheadResult:
             "prompt_tokens": self.prompt_tokens,
         }
 
-    def rows_json(self) -> list[Mapping[str, object]]:
-        """Return one object per pair."""
-        return [
-            {
-                "experiment": "overhead",
-                "pair": row.pair,
-                "ttft_ms": {"on": round(row.on.ttft_ms, 3), "off": round(row.off.ttft_ms, 3)},
-                "tokens_per_s": {
-                    "on": round(row.on.tokens_per_s, 1),
-                    "off": round(row.off.tokens_per_s, 1),
-                },
-                "cpu_s": {"on": round(row.on.cpu_s, 3), "off": round(row.off.cpu_s, 3)},
-            }
-            for row in self.rows
-        ]
+    def _row_json(self, row: OverheadRow) -> dict[str, Any]:
+        return {
+            "pair": row.pair,
+            "ttft_ms": {"on": round(row.on.ttft_ms, 3), "off": round(row.off.ttft_ms, 3)},
+            "tokens_per_s": {
+                "on": round(row.on.tokens_per_s, 1),
+                "off": round(row.off.tokens_per_s, 1),
+            },
+            "cpu_s": {"on": round(row.on.cpu_s, 3), "off": round(row.off.cpu_s, 3)},
+        }
 
-
-def num_steps(num_pairs: int) -> int:
-    """Return the number of measurements in the whole experiment, for the progress bar."""
-    return 4 * (num_pairs + 1)
+    def targets(self) -> list[Target]:
+        meaning = "time or throughput lost when nothing can be reused"
+        return [self._target("T2", meaning, self.loss, T2_TARGET, at_least=False)]
 
 
 def measure_overhead(setting: Setting, progress: Progress) -> OverheadResult:
@@ -161,7 +149,7 @@ def measure_overhead(setting: Setting, progress: Progress) -> OverheadResult:
     batch_blocks = options.blocks(batch_length + options.batch_output_tokens)
     pair_blocks = options.blocks(length + TTFT_OUTPUT_TOKENS) + options.batch_prompts * batch_blocks
     blocks = 2 * pair_blocks  # full from the third pair on
-    progress.begin("Overhead", num_steps(options.overhead_pairs))
+    progress.begin("Overhead", 4 * (options.overhead_pairs + 1))
     rows: list[OverheadRow] = []
     with (
         open_engine(options, setting.info, blocks, 2 * blocks) as on,

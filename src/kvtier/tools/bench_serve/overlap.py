@@ -12,20 +12,22 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from hashlib import blake2b
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from kvtier.core.config import BLOCK_SIZE, CHUNK_TOKENS
 from kvtier.core.types import DEVICE, HOST, LoadPolicy
 from kvtier.observe import specs
-from kvtier.serve.engine import Engine, EngineInfo, SamplingParams
-from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, run_one, settle
+from kvtier.serve.engine import Engine, EngineInfo
+from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, settle
+from kvtier.tools.bench_serve.experiment import ExperimentResult, Requests
 from kvtier.tools.bench_serve.options import BenchError
 from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
 from kvtier.tools.report.stats import Estimate, Floats, estimate, rounded
+from kvtier.tools.report.target import Target
 
 FULL_TOKENS = 16384
 FULL_PARAMETERS = 6_500_000_000
@@ -37,6 +39,8 @@ ACCELERATOR_BLOCK_SIZE = 256
 """Tokens of a block there: the driver takes 1 us per copy, and submits no compute meanwhile."""
 CPU_TOKENS = 3500
 MAX_TOKENS = 2
+WANTED = {"G2": 0.80, "G3": 0.08}
+SMALLER = "at a smaller size than the target's"
 
 
 class Case(StrEnum):
@@ -67,16 +71,16 @@ class OverlapRow:
     same_logits: bool | None
 
 
-@dataclass(frozen=True, slots=True)
-class OverlapResult:
+@dataclass(frozen=True)
+class OverlapResult(ExperimentResult):
     """All rows, round by round.
 
     load_bytes: bytes per load. at_full_size: whether device and model are those for which the
     targets are defined.
     """
 
+    name = "overlap"
     rows: tuple[OverlapRow, ...]
-    prompt_tokens: int
     chunk_tokens: int
     load_bytes: int
     at_full_size: bool
@@ -138,7 +142,6 @@ class OverlapResult:
         return all(row.same_logits is not False for row in self.rows)
 
     def as_json(self) -> Mapping[str, object]:
-        """Return the medians, and the figures derived from them."""
         return {
             "ttft_ms": {case.name.lower(): round(self.ttft_ms(case), 3) for case in Case},
             "load_ms": round(self.load_ms, 3),
@@ -153,24 +156,28 @@ class OverlapResult:
             "rounds": self.num_rounds,
         }
 
-    def rows_json(self) -> list[Mapping[str, object]]:
-        """Return one object per request."""
+    def _row_json(self, row: OverlapRow) -> dict[str, Any]:
+        fields = super()._row_json(row)
+        return {"round": fields.pop("turn"), **fields, "case": row.case.name.lower()}
+
+    def targets(self) -> list[Target]:
+        meanings = {
+            "G2": "share of a load from the host that the prefill hides",
+            "G3": "time to first token of a long prompt from the host, by that of a cold run",
+        }
+        found = {"G2": self.hidden(Case.FOLLOWED), "G3": self.share_of_cold}
         return [
-            {
-                "experiment": "overlap",
-                "round": row.turn,
-                "case": row.case.name.lower(),
-                "ttft_ms": round(row.ttft_ms, 3),
-                "load_ms": round(row.load_ms, 3),
-                "same_logits": row.same_logits,
-            }
-            for row in self.rows
+            Target(
+                target_id,
+                meaning,
+                found[target_id],
+                WANTED[target_id],
+                at_least=target_id == "G2",
+                deviation="" if self.full_size else SMALLER,
+                comparable=self.full_size,
+            )
+            for target_id, meaning in meanings.items()
         ]
-
-
-def num_steps(num_rounds: int) -> int:
-    """Return the number of requests in the whole experiment, for the progress bar."""
-    return len(Case) * (num_rounds + 1)
 
 
 def measure_overlap(setting: Setting, progress: Progress) -> OverlapResult:
@@ -188,7 +195,7 @@ def measure_overlap(setting: Setting, progress: Progress) -> OverlapResult:
         raise BenchError(f"a prompt of {length} tokens has no whole chunk of {chunk} to load")
     (prompt,) = setting.prompts(1, length)
     room, cached = options.blocks(length + MAX_TOKENS), options.blocks(length)
-    progress.begin("Loading while computing", num_steps(options.overlap_rounds))
+    progress.begin("Loading while computing", len(Case) * (options.overlap_rounds + 1))
     with open_engine(options, info, 2 * room, 2 * cached, load_policy=LoadPolicy.ALWAYS) as engine:
         bench = _Rounds(engine, prompt, reused, progress)
         for turn in range(options.overlap_rounds + 1):
@@ -215,7 +222,7 @@ class _Rounds:
         self._engine = engine
         self._prompt = prompt
         self._reused_tokens = reused_tokens
-        self._progress = progress
+        self._requests = Requests(progress, MAX_TOKENS)
         self._digest: bytes | None = None
         self.rows: list[OverlapRow] = []
 
@@ -234,23 +241,17 @@ class _Rounds:
     def _ask(self, turn: int, case: Case, hits: Mapping[str, int]) -> None:
         engine = self._engine
         engine.call(lambda: engine.follow_loads(case is not Case.AWAITED))
-        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, keep_logits=True)
         load_before_s = self._load_s()
-        completion = run_one(engine, self._prompt, params, salt=f"round {turn}")
-        if completion.hit_tokens != hits:
+        answer = self._requests.ask(engine, self._prompt, salt=f"round {turn}")
+        if answer.hit_tokens != hits:
             raise BenchError(
-                f"round {turn}, {case}: reused {dict(completion.hit_tokens)} instead of "
+                f"round {turn}, {case}: reused {dict(answer.hit_tokens)} instead of "
                 f"{dict(hits)}; is the machine short of memory?"
             )
-        assert completion.logits is not None
-        digest = blake2b(completion.logits.tobytes(), digest_size=16).digest()
-        is_first = self._digest is None
-        self._digest = self._digest or digest
-        ttft_ms = completion.ttft_s * 1000
+        same = None if self._digest is None else answer.digest == self._digest
+        self._digest = self._digest or answer.digest
         load_ms = (self._load_s() - load_before_s) * 1000
-        same = None if is_first else digest == self._digest
-        self.rows.append(OverlapRow(turn, case, ttft_ms, load_ms, same))
-        self._progress.advance(f"{ttft_ms:.0f} ms")
+        self.rows.append(OverlapRow(turn, case, answer.ttft_ms, load_ms, same))
 
     def _load_s(self) -> float:
         """Return the seconds of all copies from the host to the device so far."""

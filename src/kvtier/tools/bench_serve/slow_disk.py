@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.core.config import parse_size
-from kvtier.serve.engine import Engine, SamplingParams
-from kvtier.tools.bench_serve.engines import Setting, open_engine, run_one, scratch_disk, settle
-from kvtier.tools.bench_serve.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
+from kvtier.serve.engine import Engine
+from kvtier.tools.bench_serve.engines import Setting, open_engine, scratch_disk, settle
+from kvtier.tools.bench_serve.experiment import ExperimentResult, Requests
+from kvtier.tools.bench_serve.options import FULL_TTFT_PROMPTS
 from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
 from kvtier.tools.report.stats import (
@@ -26,11 +27,14 @@ from kvtier.tools.report.stats import (
     rounded,
     summarize,
 )
+from kvtier.tools.report.target import Target
 
 AUTO = "auto"
 SLOWER_THAN_COMPUTING = 2.0
 """With ``AUTO``, time to read a prompt / time to compute it."""
 OUTPUT_TOKENS = 4
+T3_P50_TARGET = 0.03
+T3_P99_TARGET = 0.10
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +51,13 @@ class SlowDiskRow:
     reused_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class SlowDiskResult:
+@dataclass(frozen=True)
+class SlowDiskResult(ExperimentResult):
     """All prompts, in order. bytes_per_s: rate of the disk. prompt_bytes: a prompt's KV on disk."""
 
+    name = "slow-disk"
+    full_rows = FULL_TTFT_PROMPTS
     rows: tuple[SlowDiskRow, ...]
-    prompt_tokens: int
     prompt_bytes: int
     bytes_per_s: int
 
@@ -87,18 +92,7 @@ class SlowDiskResult:
         """Seconds to read a prompt."""
         return self.prompt_bytes / self.bytes_per_s
 
-    @property
-    def full_size(self) -> bool:
-        """Whether there are as many prompts as the target requires."""
-        return len(self.rows) >= FULL_TTFT_PROMPTS
-
-    @property
-    def full_length(self) -> bool:
-        """Whether they are as long as the target requires."""
-        return self.prompt_tokens >= FULL_PROMPT_TOKENS
-
     def as_json(self) -> Mapping[str, object]:
-        """Return the times, and the figures derived from them."""
         p99 = self.p99_loss
         return {
             "ttft_ms": {"slow_disk": self.warm.as_json(), "cold": self.cold.as_json()},
@@ -110,23 +104,20 @@ class SlowDiskResult:
             "prompt_tokens": self.prompt_tokens,
         }
 
-    def rows_json(self) -> list[Mapping[str, object]]:
-        """Return one object per prompt."""
+    def targets(self) -> list[Target]:
         return [
-            {
-                "experiment": "slow-disk",
-                "prompt": row.prompt,
-                "ttft_ms": round(row.ttft_ms, 3),
-                "cold_ms": round(row.cold_ms, 3),
-                "reused_tokens": row.reused_tokens,
-            }
-            for row in self.rows
+            self._target(
+                "T3",
+                f"{which} time to first token lost over a disk slower than computing",
+                loss,
+                wanted,
+                at_least=False,
+            )
+            for which, loss, wanted in (
+                ("median", self.p50_loss, T3_P50_TARGET),
+                ("p99", self.p99_loss, T3_P99_TARGET),
+            )
         ]
-
-
-def num_steps(num_prompts: int) -> int:
-    """Return the number of requests in the whole experiment, for the progress bar."""
-    return 3 * num_prompts + 3
 
 
 def measure_slow_disk(setting: Setting, progress: Progress) -> SlowDiskResult:
@@ -137,13 +128,13 @@ def measure_slow_disk(setting: Setting, progress: Progress) -> SlowDiskResult:
     cached = options.blocks(options.cached_tokens(length))
     prompt_bytes = cached * info.bytes_per_block
     device_blocks = 2 * options.blocks(length + OUTPUT_TOKENS)
-    progress.begin("A slow disk", num_steps(count))
-    bench = _RequestRunner(progress)
+    progress.begin("A slow disk", 3 * count + 3)
+    bench = Requests(progress, OUTPUT_TOKENS, keep_logits=False)
     with scratch_disk(options) as disk:
         sizes = (device_blocks, 4 * cached, disk, (count + 1) * cached)
         with open_engine(options, info, *sizes) as engine:
             bench.ask(engine, warm_up)
-            cold_ms = [bench.ask(engine, prompt)[0] for prompt in prompts]
+            cold_ms = [bench.ask(engine, prompt).ttft_ms for prompt in prompts]
             settle(engine)
         rate = _rate(options.disk_bytes_per_s, prompt_bytes, cold_ms)
         with (
@@ -153,7 +144,7 @@ def measure_slow_disk(setting: Setting, progress: Progress) -> SlowDiskResult:
             for engine in (slow, cold):
                 bench.ask(engine, warm_up)
             rows = [
-                bench.compare(number, prompt, slow, cold) for number, prompt in enumerate(prompts)
+                _compare(bench, number, prompt, slow, cold) for number, prompt in enumerate(prompts)
             ]
     return SlowDiskResult(tuple(rows), length, prompt_bytes, rate)
 
@@ -167,21 +158,10 @@ def _rate(wanted: str, prompt_bytes: int, cold_ms: Sequence[float]) -> int:
     return max(1, int(prompt_bytes / (SLOWER_THAN_COMPUTING * usual.p50 / 1000)))
 
 
-class _RequestRunner:
-    """Runs one request after the other."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-
-    def ask(self, engine: Engine, prompt: Prompt) -> tuple[float, int]:
-        """Return time to first token in ms, and reused tokens."""
-        completion = run_one(engine, prompt, self._params)
-        self._progress.advance(f"{completion.ttft_s * 1000:.0f} ms")
-        return completion.ttft_s * 1000, completion.num_cached_tokens
-
-    def compare(self, number: int, prompt: Prompt, slow: Engine, cold: Engine) -> SlowDiskRow:
-        asked = {}
-        for engine in (slow, cold) if number % 2 == 0 else (cold, slow):
-            asked[engine] = self.ask(engine, prompt)
-        return SlowDiskRow(number, asked[slow][0], asked[cold][0], asked[slow][1])
+def _compare(
+    bench: Requests, number: int, prompt: Prompt, slow: Engine, cold: Engine
+) -> SlowDiskRow:
+    engines = (slow, cold) if number % 2 == 0 else (cold, slow)
+    answers = {engine: bench.ask(engine, prompt) for engine in engines}
+    reused_tokens = sum(answers[slow].hit_tokens.values())
+    return SlowDiskRow(number, answers[slow].ttft_ms, answers[cold].ttft_ms, reused_tokens)

@@ -12,17 +12,16 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from urllib.parse import parse_qsl, urlencode
 
 from kvtier.core.config import parse_size
 from kvtier.core.types import DEVICE, HOST
 from kvtier.observe import specs
-from kvtier.serve.engine import Engine, SamplingParams
+from kvtier.serve.engine import Engine
 from kvtier.tiers.remote.pruning import make_keeper, prune
-from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, run_one, settle
+from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, settle
+from kvtier.tools.bench_serve.experiment import ExperimentResult, Requests
 from kvtier.tools.bench_serve.options import BenchError
-from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
 from kvtier.tools.report.stats import (
     Estimate,
@@ -54,22 +53,20 @@ class StoreRow:
     same_logits: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StoreResult:
+@dataclass(frozen=True)
+class StoreResult(ExperimentResult):
     """All prompts, in order.
 
     Attributes:
-        rows: one per prompt.
         where: the store, without secrets.
-        prompt_tokens: tokens per prompt.
         num_bytes: bytes read from the store.
         num_lookups: number of look-ups in it.
         lookup_ms: mean duration of a look-up; None if there were none.
     """
 
+    name = "store"
     rows: tuple[StoreRow, ...]
     where: str
-    prompt_tokens: int
     num_bytes: int
     num_lookups: int
     lookup_ms: float | None
@@ -105,7 +102,6 @@ class StoreResult:
         return all(row.same_logits for row in self.rows)
 
     def as_json(self) -> Mapping[str, object]:
-        """Return hits, times and look-ups."""
         return {
             "where": self.where,
             "prompts": len(self.rows),
@@ -119,25 +115,6 @@ class StoreResult:
             "lookup_ms": rounded(self.lookup_ms, 3),
             "same_logits": sum(row.same_logits for row in self.rows),
         }
-
-    def rows_json(self) -> list[Mapping[str, object]]:
-        """Return one object per prompt."""
-        return [
-            {
-                "experiment": "store",
-                "prompt": row.prompt,
-                "cold_ms": round(row.cold_ms, 3),
-                "ttft_ms": round(row.ttft_ms, 3),
-                "hit_tokens": row.hit_tokens,
-                "same_logits": row.same_logits,
-            }
-            for row in self.rows
-        ]
-
-
-def num_steps(num_prompts: int) -> int:
-    """Return the number of requests in the whole experiment, for the progress bar."""
-    return 2 * num_prompts + 3
 
 
 def check_store(setting: Setting) -> None:
@@ -166,8 +143,8 @@ def measure_store(setting: Setting, progress: Progress) -> StoreResult:
     cached = options.blocks(options.cached_tokens(length))
     device_blocks = 2 * options.blocks(length + OUTPUT_TOKENS)
     capacity = parse_size(options.storage_capacity, "storage_capacity")
-    progress.begin("A store", num_steps(count))
-    bench = _RequestRunner(progress)
+    progress.begin("A store", 2 * count + 3)
+    bench = Requests(progress, OUTPUT_TOKENS)
     sizes = (device_blocks, (count + 1) * cached)
     with scratch_place(options.storage) as (url, where):
         storage = (f"{STORE}={url}", capacity)
@@ -185,12 +162,16 @@ def measure_store(setting: Setting, progress: Progress) -> StoreResult:
             found = _Counts.of(engine).since(before)
     rows = tuple(
         StoreRow(
-            number, first.ttft_ms, again.ttft_ms, again.hit_tokens, again.digest == first.digest
+            number,
+            first.ttft_ms,
+            again.ttft_ms,
+            again.hit_tokens.get(STORE, 0),
+            again.digest == first.digest,
         )
         for number, (first, again) in enumerate(zip(cold, warm, strict=True))
     )
     lookup_ms = 1000 * found.lookup_s / found.num_lookups if found.num_lookups else None
-    return StoreResult(rows, where, length, int(found.num_bytes), int(found.num_lookups), lookup_ms)
+    return StoreResult(rows, length, where, int(found.num_bytes), int(found.num_lookups), lookup_ms)
 
 
 @contextmanager
@@ -251,25 +232,3 @@ class _Counts:
             self.num_lookups - before.num_lookups,
             self.lookup_s - before.lookup_s,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    ttft_ms: float
-    hit_tokens: int
-    digest: bytes
-
-
-class _RequestRunner:
-    """Runs one request after the other."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, keep_logits=True)
-
-    def ask(self, engine: Engine, prompt: Prompt) -> _Answer:
-        completion = run_one(engine, prompt, self._params)
-        self._progress.advance(f"{completion.ttft_s * 1000:.0f} ms")
-        assert completion.logits is not None
-        digest = blake2b(completion.logits.tobytes(), digest_size=16).digest()
-        return _Answer(completion.ttft_s * 1000, completion.hit_tokens.get(STORE, 0), digest)

@@ -13,19 +13,19 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
+from typing import Any
 
 from kvtier.core.types import DEVICE, DISK, HOST
-from kvtier.serve.engine import Completion, Engine, SamplingParams
+from kvtier.serve.engine import Engine
 from kvtier.tools.bench_serve.engines import (
     Setting,
     clear_tiers,
     open_engine,
-    run_one,
     scratch_disk,
     settle,
 )
-from kvtier.tools.bench_serve.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
+from kvtier.tools.bench_serve.experiment import ExperimentResult, Requests
+from kvtier.tools.bench_serve.options import FULL_TTFT_PROMPTS
 from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
 from kvtier.tools.report.stats import (
@@ -37,12 +37,16 @@ from kvtier.tools.report.stats import (
     summary_json,
     value_json,
 )
+from kvtier.tools.report.target import Target
 
 WARM = (DEVICE, HOST, DISK)
 """Tiers of reused blocks."""
 COLD = "cold"
 """Source of a request without reuse: everything was computed."""
 MAX_TOKENS = 4
+T1_TARGET = 0.95
+T1_DISK_TARGET = 0.93
+OTHER_MIX = "with another mix of tiers than the target's"
 DEVICE_SHARE_WANTED = (0.30, 0.40)
 """Share of requests from the device for which the target is defined."""
 FIELDS = ("ttft_ms", "reduction", "hit_tokens", "second_pass", "restart", "same_logits")
@@ -72,12 +76,12 @@ class TtftRow:
     same_logits: bool | None
 
 
-@dataclass(frozen=True, slots=True)
-class TtftResult:
+@dataclass(frozen=True)
+class TtftResult(ExperimentResult):
     """All rows, cold pass first, each pass in the order of its requests."""
 
+    name = "ttft"
     rows: tuple[TtftRow, ...]
-    prompt_tokens: int
     device_prompts: int
 
     def times_ms(self, turn: int, served_from: str | None = None) -> list[float]:
@@ -161,9 +165,26 @@ class TtftResult:
         return self.num_prompts >= FULL_TTFT_PROMPTS
 
     @property
-    def full_length(self) -> bool:
-        """Whether they are as long as the target requires."""
-        return self.prompt_tokens >= FULL_PROMPT_TOKENS
+    def all_same(self) -> bool:
+        return self.num_same == self.num_warm
+
+    def targets(self) -> list[Target]:
+        meaning = "mean time to first token saved"
+        other_mix = "" if self.usual_mix else OTHER_MIX
+        found = [
+            self._target(
+                "T1",
+                f"{meaning} in the second pass",
+                self.reduction,
+                T1_TARGET,
+                at_least=True,
+                otherwise=other_mix,
+            )
+        ]
+        if (from_disk := self.reduction_from(DISK)) is not None:
+            meaning += " after a restart, from disk"
+            found.append(self._target("T1", meaning, from_disk, T1_DISK_TARGET, at_least=True))
+        return found
 
     def as_json(self) -> Mapping[str, object]:
         """Return the fields of this experiment, by the names in ``FIELDS``."""
@@ -184,31 +205,14 @@ class TtftResult:
         )
         return dict(zip(FIELDS, fields, strict=True))
 
-    def rows_json(self) -> list[Mapping[str, object]]:
-        """Return one object per request."""
-        return [
-            {
-                "experiment": "ttft",
-                "pass": row.turn,
-                "order": row.order,
-                "prompt": row.prompt,
-                "served_from": row.served_from,
-                "hit_tokens": dict(row.hit_tokens),
-                "ttft_ms": round(row.ttft_ms, 3),
-                "same_logits": row.same_logits,
-            }
-            for row in self.rows
-        ]
+    def _row_json(self, row: TtftRow) -> dict[str, Any]:
+        fields = super()._row_json(row)
+        return {"pass": fields.pop("turn"), **fields}
 
 
 def _turn_of(tier: str) -> int:
     """Return the pass that is served from ``tier``."""
     return 3 if tier == DISK else 2
-
-
-def num_steps(num_prompts: int) -> int:
-    """Return the number of requests in the whole experiment, for the progress bar."""
-    return 3 * num_prompts + 4
 
 
 def measure_ttft(setting: Setting, progress: Progress) -> TtftResult:
@@ -220,7 +224,7 @@ def measure_ttft(setting: Setting, progress: Progress) -> TtftResult:
     cached = options.blocks(options.cached_tokens(length))
     on_device = max(1, round(options.device_share * count))
     device_blocks = (on_device - 1) * cached + room
-    progress.begin("Time to first token", num_steps(count))
+    progress.begin("Time to first token", 3 * count + 4)
     host_blocks = (count + 1) * cached
     warm_up, bench = prompts.pop(), _Passes(progress)
     with scratch_disk(options) as disk:
@@ -244,40 +248,32 @@ class _Passes:
     """Runs one request after the other, and collects the rows."""
 
     def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+        self._requests = Requests(progress, MAX_TOKENS)
         self._digests: dict[int, bytes] = {}
         self.rows: list[TtftRow] = []
 
     def warm_up(self, engine: Engine, prompt: Prompt) -> None:
         """Run every path once: prefill, decoding, store, load. Leaves device and host empty."""
         for _ in range(2):
-            self._run(engine, prompt)
+            self._requests.ask(engine, prompt)
             clear_tiers(engine, DEVICE)
         clear_tiers(engine, DEVICE, HOST)
 
     def ask(self, engine: Engine, turn: int, order: int, number: int, prompt: Prompt) -> None:
         """Serve prompt ``number`` once and keep the row."""
-        completion = self._run(engine, prompt)
-        assert completion.logits is not None
-        digest = blake2b(completion.logits.tobytes(), digest_size=16).digest()
-        first = self._digests.setdefault(number, digest)
+        answer = self._requests.ask(engine, prompt)
+        first = self._digests.setdefault(number, answer.digest)
         self.rows.append(
             TtftRow(
                 turn=turn,
                 order=order,
                 prompt=number,
-                served_from=served_from(completion.hit_tokens),
-                hit_tokens={tier: completion.hit_tokens.get(tier, 0) for tier in WARM},
-                ttft_ms=completion.ttft_s * 1000,
-                same_logits=None if turn == 1 else first == digest,
+                served_from=served_from(answer.hit_tokens),
+                hit_tokens={tier: answer.hit_tokens.get(tier, 0) for tier in WARM},
+                ttft_ms=answer.ttft_ms,
+                same_logits=None if turn == 1 else first == answer.digest,
             )
         )
-
-    def _run(self, engine: Engine, prompt: Prompt) -> Completion:
-        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, keep_logits=True)
-        completion = run_one(engine, prompt, params)
-        self._progress.advance(f"{completion.ttft_s * 1000:.0f} ms")
-        return completion
 
 
 def served_from(hit_tokens: Mapping[str, int]) -> str:
