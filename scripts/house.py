@@ -49,7 +49,7 @@ LIMITS: dict[str, int] = {
     "doubled_class_names": 1,
     "wide_prose": 0,
     "small_files_of_one_importer": 17,
-    "protected_accesses": 4,
+    "protected_accesses": 0,
     "siblings": 15,
     "rooms_of_idioms": 0,
 }

@@ -29,11 +29,13 @@ from kvtier.core.system.process import OwnerProcess
 from kvtier.core.types import (
     DEVICE,
     HOST,
+    BlockName,
     ClientHints,
     Label,
     LoadPolicy,
     Match,
     PrefetchPolicy,
+    Slot,
     WritePolicy,
 )
 from kvtier.devices import Device, Finding
@@ -42,7 +44,7 @@ from kvtier.observe import Metrics
 from kvtier.observe.block_events import BlockEvents, BlockLog
 from kvtier.plan import Decision, Plan, weigh
 from kvtier.plan.decide import Wait, WaitState
-from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
+from kvtier.tiers import ArenaOptions, DeviceTier, MemoryTier, StorageTier
 from kvtier.tiers.row import lossy_codec, make_tiers
 
 LONG_PROMPT = 1024
@@ -86,7 +88,7 @@ class Cache:
             )
         self.config = config
         self.group = pool.layout.group
-        self._device = device
+        self.device = device
         self._clock = clock
         self._weighs_costs = config.load_policy is LoadPolicy.AUTO
         self._leases: set[Lease] = set()
@@ -492,6 +494,19 @@ class Cache:
             found[kept:] = ["nowhere"] * (len(found) - kept)
         return found
 
+    def places(
+        self, tier: str, namespace: bytes, labels: Sequence[Label]
+    ) -> tuple[MemoryTier | StorageTier, list[Slot] | list[BlockName]]:
+        """Return a tier, and where the blocks of a prompt lie in it: slots, or names in storage.
+
+        For negative controls, which read and overwrite stored bytes. Valid until the next call.
+        """
+        blocks = self.match(namespace, labels).blocks
+        held = [block for block in blocks if self._index.state(block, tier) is State.READY]
+        if isinstance(self._tiers[tier], StorageTier):
+            return self._tiers[tier], list(self._index.names(held))
+        return self._tiers[tier], list(self._index.slots(held, tier))
+
     def stored(self, namespace: bytes, labels: Sequence[Label]) -> tuple[int, bool]:
         """Return how many of a prompt's first blocks a storage tier has acknowledged.
 
@@ -621,7 +636,7 @@ class Cache:
         """Return what is in use, for ``kvtier doctor``."""
         index = Finding("index", self._index.describe())
         lines = (line for tier in self._tiers.values() for line in tier.findings())
-        return [*self._device.findings(), index, *lines]
+        return [*self.device.findings(), index, *lines]
 
     def close(self) -> None:
         """Finish the copies in flight, and close the tiers.

@@ -89,8 +89,8 @@ class ExperimentResult(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Answer to one request.
+class ServedRequest:
+    """ServedRequest to one request.
 
     ttft_ms: time to first token. hit_tokens: reused tokens by tier. digest: digest of all logits;
     empty if they were not kept.
@@ -101,8 +101,8 @@ class Answer:
     digest: bytes
 
 
-class Requests:
-    """Requests of an experiment, sent one after the other.
+class RequestRunner:
+    """RequestRunner of an experiment, sent one after the other.
 
     Args:
         progress: shows that a request is done.
@@ -116,7 +116,7 @@ class Requests:
             max_tokens=max_tokens, ignore_eos=True, keep_logits=keep_logits
         )
 
-    def ask(self, engine: Engine, prompt: Prompt, salt: str = "") -> Answer:
+    def ask(self, engine: Engine, prompt: Prompt, salt: str = "") -> ServedRequest:
         """Serve one request alone."""
         completion = run_one(engine, prompt, self._params, salt)
         ttft_ms = 1000 * completion.ttft_s
@@ -124,4 +124,4 @@ class Requests:
         digest = b""
         if completion.logits is not None:
             digest = blake2b(completion.logits.tobytes(), digest_size=16).digest()
-        return Answer(ttft_ms, completion.hit_tokens, digest)
+        return ServedRequest(ttft_ms, completion.hit_tokens, digest)

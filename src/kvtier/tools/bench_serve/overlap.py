@@ -22,7 +22,7 @@ from kvtier.core.types import DEVICE, HOST, LoadPolicy
 from kvtier.observe import specs
 from kvtier.serve.engine import Engine, EngineInfo
 from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, settle
-from kvtier.tools.bench_serve.experiment import ExperimentResult, Requests
+from kvtier.tools.bench_serve.experiment import ExperimentResult, RequestRunner
 from kvtier.tools.bench_serve.options import BenchError
 from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
@@ -214,7 +214,7 @@ def _is_full(info: EngineInfo) -> bool:
 
 
 class _Rounds:
-    """Requests the prompt in every case, and collects the rows."""
+    """RequestRunner the prompt in every case, and collects the rows."""
 
     def __init__(
         self, engine: Engine, prompt: Prompt, reused_tokens: int, progress: Progress
@@ -222,7 +222,7 @@ class _Rounds:
         self._engine = engine
         self._prompt = prompt
         self._reused_tokens = reused_tokens
-        self._requests = Requests(progress, MAX_TOKENS)
+        self._requests = RequestRunner(progress, MAX_TOKENS)
         self._digest: bytes | None = None
         self.rows: list[OverlapRow] = []
 

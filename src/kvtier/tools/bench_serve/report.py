@@ -171,7 +171,7 @@ def _second_pass(result: TtftResult | None) -> SvgPicture | None:
         f"The device pool has room for {counted(result.device_prompts, 'prompt')}, the host tier "
         "for all. The newest prompts are asked first, so they are found on the device; the older "
         "ones come from the host. The end of each prompt is always computed.",
-        "Requests of the second pass in order: time to first token, and tokens by tier.",
+        "RequestRunner of the second pass in order: time to first token, and tokens by tier.",
     )
 
 

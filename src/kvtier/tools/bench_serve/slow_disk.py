@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvtier.core.config import parse_size
 from kvtier.serve.engine import Engine
 from kvtier.tools.bench_serve.engines import Setting, open_engine, scratch_disk, settle
-from kvtier.tools.bench_serve.experiment import ExperimentResult, Requests
+from kvtier.tools.bench_serve.experiment import ExperimentResult, RequestRunner
 from kvtier.tools.bench_serve.options import FULL_TTFT_PROMPTS
 from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
@@ -129,7 +129,7 @@ def measure_slow_disk(setting: Setting, progress: Progress) -> SlowDiskResult:
     prompt_bytes = cached * info.bytes_per_block
     device_blocks = 2 * options.blocks(length + OUTPUT_TOKENS)
     progress.begin("A slow disk", 3 * count + 3)
-    bench = Requests(progress, OUTPUT_TOKENS, keep_logits=False)
+    bench = RequestRunner(progress, OUTPUT_TOKENS, keep_logits=False)
     with scratch_disk(options) as disk:
         sizes = (device_blocks, 4 * cached, disk, (count + 1) * cached)
         with open_engine(options, info, *sizes) as engine:
@@ -159,7 +159,7 @@ def _rate(wanted: str, prompt_bytes: int, cold_ms: Sequence[float]) -> int:
 
 
 def _compare(
-    bench: Requests, number: int, prompt: Prompt, slow: Engine, cold: Engine
+    bench: RequestRunner, number: int, prompt: Prompt, slow: Engine, cold: Engine
 ) -> SlowDiskRow:
     engines = (slow, cold) if number % 2 == 0 else (cold, slow)
     answers = {engine: bench.ask(engine, prompt) for engine in engines}

@@ -20,7 +20,7 @@ from kvtier.observe import specs
 from kvtier.serve.engine import Engine
 from kvtier.tiers.remote.pruning import make_keeper, prune
 from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, settle
-from kvtier.tools.bench_serve.experiment import ExperimentResult, Requests
+from kvtier.tools.bench_serve.experiment import ExperimentResult, RequestRunner
 from kvtier.tools.bench_serve.options import BenchError
 from kvtier.tools.report.progress import Progress
 from kvtier.tools.report.stats import (
@@ -144,7 +144,7 @@ def measure_store(setting: Setting, progress: Progress) -> StoreResult:
     device_blocks = 2 * options.blocks(length + OUTPUT_TOKENS)
     capacity = parse_size(options.storage_capacity, "storage_capacity")
     progress.begin("A store", 2 * count + 3)
-    bench = Requests(progress, OUTPUT_TOKENS)
+    bench = RequestRunner(progress, OUTPUT_TOKENS)
     sizes = (device_blocks, (count + 1) * cached)
     with scratch_place(options.storage) as (url, where):
         storage = (f"{STORE}={url}", capacity)

@@ -1,7 +1,7 @@
 """Damage to cached blocks, for the negative control: a comparison that can't fail proves nothing.
 
-This is the only place where a benchmark uses internals of the cache. All of it runs on the engine
-thread, between requests, with the device's own copies, so that it works for any device.
+All of it runs on the engine thread, between requests, with the device's own copies, so that it
+works for any device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kvtier.cache.transfer import stage
 from kvtier.core.keys import grid_labels
 from kvtier.core.types import BlockName, Slot
 from kvtier.devices import Direction, Memory
-from kvtier.index import State
 from kvtier.layout import Layout, named_layout, part_view
 from kvtier.serve.engine import Engine
 from kvtier.tiers import MemoryTier, Outcome, Pieces, StorageTier
@@ -136,22 +135,19 @@ class _Blocks:
         self._cache: Cache = engine.cache
         self._info = engine.info
         self._namespace = engine.namespace_of("")
-        self._name, self._tier = tier, self._cache._tiers[tier]
+        self._name = tier
+        self._tier, _ = engine.call(lambda: self._cache.places(tier, self._namespace, []))
         self.layout = named_layout("block_first", self._cache.group, 1)
 
-    def places(self, prompt: Sequence[int]) -> list[Place]:
+    def places(self, prompt: Sequence[int]) -> Sequence[Place]:
         """Return the tier's locations of the blocks of ``prompt``, as far as it has them."""
-        index, name = self._cache._index, self._name
         labels = grid_labels(prompt, self._info.block_size, self._info.chunk_tokens)
-        blocks = index.match(self._namespace, labels).blocks
-        held = [block for block in blocks if index.state(block, name) is State.READY]
+        _, held = self._cache.places(self._name, self._namespace, labels)
         if len(held) < 2:
             raise BenchError(
-                f"the {name} tier holds {len(held)} blocks of the prompt: nothing to damage"
+                f"the {self._name} tier holds {len(held)} blocks of the prompt: nothing to damage"
             )
-        if isinstance(self._tier, StorageTier):
-            return list(index.names(held))
-        return list(index.slots(held, name))
+        return held
 
     def read(self, place: Place) -> Bytes:
         """Return a copy of the block's bytes."""
@@ -164,7 +160,7 @@ class _Blocks:
             return content
         assert not isinstance(place, BlockName)
         batch = stage(self._tier, [place], _Scratch(content, self.layout), [Slot(0)])
-        self._cache._device.copy(batch, Direction.STORE)
+        self._cache.device.copy(batch, Direction.STORE)
         return content
 
     def write(self, place: Place, content: Bytes) -> None:
@@ -177,7 +173,7 @@ class _Blocks:
             return
         assert not isinstance(place, BlockName)
         batch = stage(_Scratch(content, self.layout), [Slot(0)], self._tier, [place])
-        self._cache._device.copy(batch, Direction.LOAD)
+        self._cache.device.copy(batch, Direction.LOAD)
 
 
 def _pieces(content: Bytes) -> Pieces:

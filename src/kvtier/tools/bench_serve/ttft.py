@@ -24,7 +24,7 @@ from kvtier.tools.bench_serve.engines import (
     scratch_disk,
     settle,
 )
-from kvtier.tools.bench_serve.experiment import ExperimentResult, Requests
+from kvtier.tools.bench_serve.experiment import ExperimentResult, RequestRunner
 from kvtier.tools.bench_serve.options import FULL_TTFT_PROMPTS
 from kvtier.tools.report.corpus import Prompt
 from kvtier.tools.report.progress import Progress
@@ -145,12 +145,12 @@ class TtftResult(ExperimentResult):
 
     @property
     def num_warm(self) -> int:
-        """Requests of the passes after the first."""
+        """RequestRunner of the passes after the first."""
         return sum(row.turn > 1 for row in self.rows)
 
     @property
     def num_same(self) -> int:
-        """Requests of the later passes whose logits equal the first pass's."""
+        """RequestRunner of the later passes whose logits equal the first pass's."""
         return sum(row.same_logits is True for row in self.rows)
 
     @property
@@ -248,7 +248,7 @@ class _Passes:
     """Runs one request after the other, and collects the rows."""
 
     def __init__(self, progress: Progress) -> None:
-        self._requests = Requests(progress, MAX_TOKENS)
+        self._requests = RequestRunner(progress, MAX_TOKENS)
         self._digests: dict[int, bytes] = {}
         self.rows: list[TtftRow] = []
 
