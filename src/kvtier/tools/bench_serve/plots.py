@@ -15,9 +15,9 @@ from kvtier.tools.bench_serve.overhead import OverheadResult
 from kvtier.tools.bench_serve.summary import PLACES
 from kvtier.tools.bench_serve.ttft import COLD, TtftResult
 from kvtier.tools.report import svg
-from kvtier.tools.report.figures import between, milliseconds, percent
+from kvtier.tools.report.figures import between, counted, milliseconds, percent
 from kvtier.tools.report.stats import Estimate
-from kvtier.tools.report.svg import INK, LINE, MUTED, twice
+from kvtier.tools.report.svg import INK, LINE, MUTED, SvgPicture, picture
 
 COLOURS = {COLD: svg.COLD, HOST: svg.HOST, DEVICE: svg.DEVICE, DISK: svg.DISK}
 
@@ -25,7 +25,7 @@ LABEL_HEIGHT = 0.42
 """Height of a row's label above the row; rows are 1 apart."""
 
 
-def ttft_distribution(result: TtftResult) -> tuple[str, str]:
+def ttft_distribution(result: TtftResult) -> SvgPicture:
     """Draw every request as a dot, by source; time on a logarithmic axis."""
 
     def draw(width: float) -> Figure:
@@ -51,10 +51,14 @@ def ttft_distribution(result: TtftResult) -> tuple[str, str]:
         axes.set_xlabel("time to first token, logarithmic")
         return figure
 
-    return twice(draw)
+    return picture(
+        draw,
+        "Each dot is one request, one at a time. The bar marks the median.",
+        "Time to first token of every request, by source of the prompt, on a logarithmic axis.",
+    )
 
 
-def second_pass(result: TtftResult) -> tuple[str, str]:
+def second_pass(result: TtftResult) -> SvgPicture:
     """Draw the second pass in the order of its requests: time above, source of tokens below."""
     rows = [row for row in result.rows if row.turn == 2]
 
@@ -104,10 +108,16 @@ def second_pass(result: TtftResult) -> tuple[str, str]:
             axes.grid(visible=False, axis="x")
         return figure
 
-    return twice(draw)
+    return picture(
+        draw,
+        f"The device pool has room for {counted(result.device_prompts, 'prompt')}, the host tier "
+        "for all. The newest prompts are asked first, so they are found on the device; the older "
+        "ones come from the host. The end of each prompt is always computed.",
+        "Requests of the second pass in order: time to first token, and tokens by tier.",
+    )
 
 
-def overhead_pairs(result: OverheadResult) -> tuple[str, str]:
+def overhead_pairs(result: OverheadResult) -> SvgPicture:
     """Draw the ratio on / off of every pair, with the median and a band of one per cent."""
     lines: list[tuple[str, list[float], Estimate]] = [
         ("Time to first token", [row.ttft_ratio for row in result.rows], result.ttft_ratio),
@@ -157,7 +167,12 @@ def overhead_pairs(result: OverheadResult) -> tuple[str, str]:
         axes.set_xlabel("with the cache, against without")
         return figure
 
-    return twice(draw)
+    return picture(
+        draw,
+        "Each dot compares both engines on the same new prompts. The diamond is the median, the "
+        "line through it its 95 % interval; triangles lie outside the picture. Grey: within 1 %.",
+        "Ratio of every pair with the cache on and off, with the median.",
+    )
 
 
 def _strip(axes: Axes, row: int, values: Sequence[float], colour: str, median: bool = True) -> None:

@@ -11,18 +11,16 @@ from kvtier.tools.bench_serve.store import STORE, StoreResult
 from kvtier.tools.bench_serve.summary import (
     FROM_STORE,
     PLACES,
-    Verdict,
     headline,
     subtitle,
     verdicts,
 )
 from kvtier.tools.bench_serve.tamper import Damage
 from kvtier.tools.bench_serve.ttft import COLD, WARM, TtftResult
-from kvtier.tools.report.figures import counted, milliseconds, number, percent
+from kvtier.tools.report.figures import Verdict, milliseconds, number, percent
 from kvtier.tools.report.machine import Fact
 from kvtier.tools.report.page import render_page
 from kvtier.tools.report.stats import Estimate, Summary
-from kvtier.tools.report.svg import SvgPicture, picture
 from kvtier.tools.report.target import target_bound, target_figure, target_interval
 
 DAMAGES = {
@@ -64,19 +62,13 @@ def render_report(result: ServeResult) -> str:
         subtitle=subtitle(result),
         bars=_bars(ttft, result.store),
         cards=_cards(result),
-        summaries=_summaries(ttft),
-        distribution=_distribution(ttft),
-        second_pass=_second_pass(ttft),
+        summaries=[] if ttft is None else _summaries(ttft),
+        distribution=None if ttft is None else plots.ttft_distribution(ttft),
+        second_pass=None if ttft is None else plots.second_pass(ttft),
         overhead_picture=None
         if overhead is None or not overhead.full_size
-        else picture(
-            plots.overhead_pairs(overhead),
-            "Each dot compares both engines on the same new prompts. The diamond is the median, "
-            "the line through it its 95 % interval; triangles lie outside the picture. Grey: "
-            "within 1 %.",
-            "Ratio of every pair with the cache on and off, with the median.",
-        ),
-        accuracy=_accuracy_table(result.accuracy),
+        else plots.overhead_pairs(overhead),
+        accuracy=None if result.accuracy is None else _accuracy_table(result.accuracy),
         targets=[
             {
                 "id": target.target_id,
@@ -139,9 +131,7 @@ def _cards(result: ServeResult) -> list[Verdict]:
     return cards
 
 
-def _summaries(result: TtftResult | None) -> list[tuple[str, str, int, list[str]]]:
-    if result is None:
-        return []
+def _summaries(result: TtftResult) -> list[tuple[str, str, int, list[str]]]:
     rows = []
     for place in PLACES:
         summary = result.summary(place)
@@ -153,31 +143,7 @@ def _summaries(result: TtftResult | None) -> list[tuple[str, str, int, list[str]
     return rows
 
 
-def _distribution(result: TtftResult | None) -> SvgPicture | None:
-    if result is None:
-        return None
-    return picture(
-        plots.ttft_distribution(result),
-        "Each dot is one request, one at a time. The bar marks the median.",
-        "Time to first token of every request, by source of the prompt, on a logarithmic axis.",
-    )
-
-
-def _second_pass(result: TtftResult | None) -> SvgPicture | None:
-    if result is None:
-        return None
-    return picture(
-        plots.second_pass(result),
-        f"The device pool has room for {counted(result.device_prompts, 'prompt')}, the host tier "
-        "for all. The newest prompts are asked first, so they are found on the device; the older "
-        "ones come from the host. The end of each prompt is always computed.",
-        "RequestRunner of the second pass in order: time to first token, and tokens by tier.",
-    )
-
-
-def _accuracy_table(result: AccuracyResult | None) -> dict[str, object] | None:
-    if result is None:
-        return None
+def _accuracy_table(result: AccuracyResult) -> dict[str, object]:
     asked = result.num_prompts
     return {
         "prompts": asked,

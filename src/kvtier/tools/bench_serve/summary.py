@@ -7,8 +7,6 @@ answer has no figure, but names the run that would answer it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.tools.bench_serve.accuracy import TIERS, AccuracyResult
 from kvtier.tools.bench_serve.options import ServeOptions
@@ -21,6 +19,7 @@ from kvtier.tools.bench_serve.ttft import COLD, WARM, TtftResult
 from kvtier.tools.report.figures import (
     SURE,
     TOO_FEW,
+    Verdict,
     about,
     change,
     counted,
@@ -40,19 +39,6 @@ PLACES = {
 FROM_STORE = "From the store"
 FULL_COMMAND = "kvtier bench serve"
 WRONG = "This is a bug: please keep the JSON of this run (--json FILE) and report it."
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """One finding: title, figure, meaning.
-
-    good: whether it is as promised; None if nothing was promised.
-    """
-
-    title: str
-    figure: str
-    meaning: str
-    good: bool | None = None
 
 
 def verdicts(result: ServeResult) -> list[Verdict]:

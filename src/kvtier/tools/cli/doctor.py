@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from kvtier.tools.cli.detect import Diagnosis, diagnose
-from kvtier.tools.cli.output import AsJson
+from kvtier.tools.cli.output import AsJson, print_json
 
 
 def doctor(
@@ -44,7 +43,7 @@ def doctor(
     """
     diagnosis = diagnose(disk_path=disk_path, node=node, model=model)
     if as_json:
-        typer.echo(json.dumps(asdict(diagnosis), indent=2))
+        print_json(asdict(diagnosis))
     else:
         _print_table(diagnosis)
 

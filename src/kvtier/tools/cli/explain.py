@@ -12,7 +12,7 @@ import typer
 from kvtier.core.errors import ConfigError
 from kvtier.core.system.user_paths import user_path
 from kvtier.tools.cli.api_keys import ApiKey, take_key
-from kvtier.tools.cli.output import AsJson
+from kvtier.tools.cli.output import AsJson, print_json
 
 STDIN = "-"
 HEADER = "X-KVTier-Explain"
@@ -50,7 +50,7 @@ def explain(
     body |= {"cache_salt": salt} if salt else {}
     found = _explanation(server, _ask(server, "/v1/completions", key, timeout_s, body))
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        print_json(found)
     else:
         show(found, f"{model} at {server}", Console(highlight=False, markup=False, emoji=False))
 

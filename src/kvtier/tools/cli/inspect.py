@@ -12,7 +12,7 @@ import typer
 
 from kvtier.core.errors import printable
 from kvtier.observe.live.wording import seconds, size
-from kvtier.tools.cli.output import AsJson
+from kvtier.tools.cli.output import AsJson, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +34,7 @@ def inspect(
     now = time.time()
     report = report_slab(path, now)
     if as_json:
-        typer.echo(json.dumps(asdict(report), indent=2))
+        print_json(asdict(report))
         return
     from rich.console import Console
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtier.core.errors import ConfigError, install_command, printable
+from kvtier.core.errors import ConfigError, install_command
 from kvtier.core.types import LogFormat
 from kvtier.node.config import (
     DEFAULT_SOCKET,
@@ -23,9 +22,10 @@ from kvtier.observe.live.wording import seconds, size
 from kvtier.tools.cli.api_keys import CONTROL_KEY_VARIABLE, take_control_key, take_key_source
 from kvtier.tools.cli.command import CommandLine
 from kvtier.tools.cli.failure import starting
-from kvtier.tools.cli.output import AsJson
+from kvtier.tools.cli.output import AsJson, print_json, say
 from kvtier.tools.cli.serve import LogLevel
 from kvtier.tools.cli.settings_options import settings_options
+from kvtier.tools.report.figures import counted
 
 if TYPE_CHECKING:
     from kvtier.node.client.control import ControlClient, ServerControlClient
@@ -152,24 +152,24 @@ def status(socket: Socket = SOCKET, as_json: AsJson = False) -> None:
     """Show engines, tenants and rooms. A room is the cache of one model for one tenant."""
     told = _client(socket).get("/status")
     if as_json:
-        _print(told)
+        print_json(told)
         return
     if "engines" not in told:
         _show_server(told)
         return
-    _say(
+    say(
         f"kvtier {told['version']}, {size(told['memory_bytes'])} in {told['segments']} segments of "
         f"{size(told['segment_bytes'])}, {told['free_segments']} free; "
         f"started {seconds(told['uptime_s'])} ago"
     )
     if told["unverified_blocks"] or told["slots_aside"]:
-        _say(
+        say(
             f"of the node before: {told['unverified_blocks']} blocks are yet to be verified, "
             f"{told['slots_aside']} slots may be in use by its engines"
         )
     for each in told["engines"]:
         pids = ", ".join(map(str, each["pids"]))
-        _say(f"engine {each['name']} of {each['tenant']}: {each['slots']} slots; processes {pids}")
+        say(f"engine {each['name']} of {each['tenant']}: {each['slots']} slots; processes {pids}")
     _show_tenants(told["tenants"], told["segment_bytes"])
     for each in told["rooms"]:
         _show_room(each)
@@ -225,16 +225,16 @@ def pin(
     """
     if end is not None:
         told = _client(socket).post("/unpin", room=room, number=end)
-        _print(told) if as_json else _say(f"pin {end} has ended")
+        print_json(told) if as_json else say(f"pin {end} has ended")
         return
     told = _client(socket, timeout_s).post(
         "/pin", **_named(keys, room, prompt, tenant), seconds=for_s, timeout_s=timeout_s
     )
     if as_json:
-        _print(told)
+        print_json(told)
     else:
         name = f"pin {told['number']}: " if told["number"] else ""
-        _say(f"{name}{told['pinned']} of {told['blocks']} blocks are pinned for {seconds(for_s)}")
+        say(f"{name}{told['pinned']} of {told['blocks']} blocks are pinned for {seconds(for_s)}")
 
 
 @app.command()
@@ -318,7 +318,7 @@ def quota(
         client.post("/quota", tenant=tenant, **bounds)
     told = client.get("/quota")
     if as_json:
-        _print(told)
+        print_json(told)
     else:
         _show_tenants(told, client.get("/status")["segment_bytes"])
 
@@ -350,9 +350,9 @@ def _prompt(
 ) -> None:
     told = _client(socket, timeout_s).post(route, **named, timeout_s=timeout_s)
     if as_json:
-        _print(told)
+        print_json(told)
         return
-    _say(
+    say(
         f"room {told['room']}: of {told['blocks']} blocks the first {told['in_memory']} are in "
         f"memory, the first {told['found']} in some tier"
     )
@@ -360,20 +360,20 @@ def _prompt(
 
 def _deleted(told: Any, as_json: bool, memory_only: bool = False) -> None:
     if as_json:
-        _print(told)
+        print_json(told)
     else:
         num = told["blocks"]
-        what = "all blocks" if num is None else f"{num} block{'s' if num != 1 else ''}"
+        what = "all blocks" if num is None else counted(num, "block")
         for problem in told["problems"]:
-            _say(f"not complete: {problem}")
+            say(f"not complete: {problem}")
         if told["is_complete"]:
             rooms = ", ".join(told["rooms"])
             if not rooms:
-                _say("there was nothing to delete")
+                say("there was nothing to delete")
             elif memory_only:
-                _say(f"evicted {what} of {rooms} from memory")
+                say(f"evicted {what} of {rooms} from memory")
             else:
-                _say(f"deleted {what} of {rooms}")
+                say(f"deleted {what} of {rooms}")
     if not told["is_complete"]:
         raise typer.Exit(FOUND_WRONG)
 
@@ -383,10 +383,10 @@ def _show_tenants(tenants: dict[str, Any], segment_bytes: int) -> None:
         bounds = _bounds(each["floor_bytes"], each["ceiling_bytes"])
         held = size(each["segments"] * segment_bytes)
         pinned = size(each["pinned_segments"] * segment_bytes)
-        _say(f"tenant {name}: {held} of memory, {pinned} pinned; {bounds}")
+        say(f"tenant {name}: {held} of memory, {pinned} pinned; {bounds}")
         disk = each["disk_floor_bytes"], each["disk_ceiling_bytes"]
         if each["slab_bytes"] or disk != (0, None):
-            _say(f"  {size(each['slab_bytes'])} of disk; {_bounds(*disk)}")
+            say(f"  {size(each['slab_bytes'])} of disk; {_bounds(*disk)}")
 
 
 def _bounds(floor: int, ceiling: int | None) -> str:
@@ -397,26 +397,17 @@ def _bounds(floor: int, ceiling: int | None) -> str:
 def _show_room(room: dict[str, Any]) -> None:
     name, shape = room["name"], f"blocks of {size(room['block_bytes'])}"
     if not room["is_open"]:
-        _say(f"room {name}: {shape}; on disk, no engine has asked for it yet")
+        say(f"room {name}: {shape}; on disk, no engine has asked for it yet")
         return
     used = ", ".join(f"{tier} {size(num)}" for tier, num in room["used_bytes"].items())
-    num = room["segments"]
-    _say(f"room {name}: {shape}, {num} segment{'s' if num != 1 else ''}; {used}")
+    say(f"room {name}: {shape}, {counted(room['segments'], 'segment')}; {used}")
     for tier, state in room["breakers"].items():
         if state != "closed" or tier in room["errors"]:
-            _say(f"  {tier}: {state} {room['errors'].get(tier, '')}")
+            say(f"  {tier}: {state} {room['errors'].get(tier, '')}")
 
 
 def _show_server(told: dict[str, Any]) -> None:
-    _say(f"kvtier {told['version']}, a server; {told['pinned_blocks']} blocks are pinned")
+    say(f"kvtier {told['version']}, a server; {told['pinned_blocks']} blocks are pinned")
     for each in told["rooms"]:
         used = ", ".join(f"{tier} {size(num)}" for tier, num in each["used_bytes"].items())
-        _say(f"room {each['name']}: blocks of {size(each['block_bytes'])}; {used}")
-
-
-def _print(told: Any) -> None:
-    typer.echo(json.dumps(told, indent=2))
-
-
-def _say(line: str) -> None:
-    typer.echo(printable(line))
+        say(f"room {each['name']}: blocks of {size(each['block_bytes'])}; {used}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.core.config import without_password
+from kvtier.core.errors import printable
 
 if TYPE_CHECKING:
     from kvtier.tools.report.bar import ProgressBar
@@ -40,6 +41,16 @@ Report = Annotated[
 NoReport = Annotated[
     bool, typer.Option("--no-report", help="Write no report.", rich_help_panel=OUTPUT)
 ]
+
+
+def say(line: str) -> None:
+    """Print a line, with control characters escaped."""
+    typer.echo(printable(line))
+
+
+def print_json(found: object) -> None:
+    """Print one JSON object."""
+    typer.echo(json.dumps(found, indent=2))
 
 
 class Output:

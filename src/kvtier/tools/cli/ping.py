@@ -10,7 +10,7 @@ import typer
 
 from kvtier.core.errors import ConfigError, printable
 from kvtier.tools.cli.api_keys import ApiKey, take_key
-from kvtier.tools.cli.output import AsJson
+from kvtier.tools.cli.output import AsJson, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,7 +78,7 @@ def describe(
         "note": seen.error,
     }
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        print_json(found)
         return
     for line in _lines(found):
         typer.echo(printable(line))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.core.errors import ConfigError, printable
+from kvtier.core.errors import ConfigError
 from kvtier.observe.live.wording import seconds, size
 from kvtier.tools.cli.api_keys import take_key_source
 from kvtier.tools.cli.command import CommandLine
-from kvtier.tools.cli.output import AsJson
+from kvtier.tools.cli.output import AsJson, print_json, say
+from kvtier.tools.report.figures import counted
 
 if TYPE_CHECKING:
     from kvtier.tiers.remote.keeper import StoreKeeper
@@ -50,10 +50,10 @@ def check(url: Url, as_json: AsJson = False) -> None:
         state, there = keeper.test(), Contents.of(keeper.entries())
         if as_json:
             told = {"where": keeper.where, "state": state, "kind": keeper.kind, **asdict(there)}
-            typer.echo(json.dumps(told, indent=2))
+            print_json(told)
         else:
-            _say(f"{keeper.where}: {state}")
-            _say(f"there: {_contents(there, keeper)}")
+            say(f"{keeper.where}: {state}")
+            say(f"there: {_contents(there, keeper)}")
 
 
 @app.command()
@@ -100,7 +100,7 @@ def prune(
         )
         if as_json:
             told = {"where": keeper.where, "kind": keeper.kind, "dry_run": dry_run, **asdict(found)}
-            typer.echo(json.dumps(told, indent=2))
+            print_json(told)
         else:
             _show(found, keeper, dry_run)
 
@@ -163,19 +163,19 @@ def migrate(
         to = StoreAccess(target, CodingConfig(codec, take_key_source(encryption_key)))
         found = migrate_store(of_source, to, note, is_real=not dry_run)
     if as_json:
-        typer.echo(json.dumps({"dry_run": dry_run, **asdict(found)}, indent=2))
+        print_json({"dry_run": dry_run, **asdict(found)})
     else:
         verb = "would be copied" if dry_run else "copied"
-        _say(f"{verb}: {_count(found.num_copied, 'block')}, {size(found.num_bytes)}")
+        say(f"{verb}: {counted(found.num_copied, 'block')}, {size(found.num_bytes)}")
         if found.num_there:
-            _say(f"there already: {_count(found.num_there, 'block')}")
+            say(f"there already: {counted(found.num_there, 'block')}")
         if found.num_unreadable:
-            _say(
-                f"not copied: {_count(found.num_unreadable, 'block')} of another key, secret or "
+            say(
+                f"not copied: {counted(found.num_unreadable, 'block')} of another key, secret or "
                 "codec, or gone by now"
             )
         if found.num_damaged:
-            _say(f"not copied: {_count(found.num_damaged, 'damaged block')}")
+            say(f"not copied: {counted(found.num_damaged, 'damaged block')}")
     if found.num_damaged or found.num_unreadable:
         raise typer.Exit(1)
 
@@ -202,7 +202,7 @@ def _seconds(text: str) -> float:
 
 
 def _contents(there: Contents, keeper: StoreKeeper) -> str:
-    told = f"{_count(there.num_entries, keeper.kind)}, {size(there.num_bytes)}"
+    told = f"{counted(there.num_entries, keeper.kind)}, {size(there.num_bytes)}"
     if there.oldest_s is None or there.newest_s is None:
         return told
     newest, oldest = (seconds(round(each)) for each in (there.newest_s, there.oldest_s))
@@ -211,19 +211,11 @@ def _contents(there: Contents, keeper: StoreKeeper) -> str:
 
 def _show(found: Pruned, keeper: StoreKeeper, dry_run: bool) -> None:
     verb = "would be removed" if dry_run else "removed"
-    _say(f"{keeper.where}: {_contents(found.before, keeper)}")
-    _say(f"{verb}: {_count(found.num_entries, keeper.kind)}, {size(found.num_bytes)}")
+    say(f"{keeper.where}: {_contents(found.before, keeper)}")
+    say(f"{verb}: {counted(found.num_entries, keeper.kind)}, {size(found.num_bytes)}")
     if found.num_notes:
-        _say(f"{verb}, too: {_count(found.num_notes, 'manifest')} of nothing that is left")
+        say(f"{verb}, too: {counted(found.num_notes, 'manifest')} of nothing that is left")
     if found.num_strange:
-        _say(f"left alone: {found.num_strange:,} that are not kvtier's, damaged, or gone by now")
+        say(f"left alone: {found.num_strange:,} that are not kvtier's, damaged, or gone by now")
     if found.num_entries and not dry_run:
-        _say("what a replica still knows of them is a miss, and computed again")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
-
-
-def _say(line: str) -> None:
-    typer.echo(printable(line))
+        say("what a replica still knows of them is a miss, and computed again")

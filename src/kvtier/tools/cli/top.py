@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from kvtier.tools.cli.api_keys import ApiKey
 from kvtier.tools.cli.failure import fail
+from kvtier.tools.cli.output import print_json
 from kvtier.tools.cli.watch import URL, Node, watched_by
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _once(watched: WatchedEngine, as_json: bool) -> None:
     if seen.picture is None:
         fail("top", seen.error)
     if as_json:
-        typer.echo(json.dumps(seen.picture, indent=2))
+        print_json(seen.picture)
     else:
         Console().print(draw(seen, watched.url))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,8 @@ import typer
 
 from kvtier.core.errors import printable
 from kvtier.observe.live.wording import size
-from kvtier.tools.cli.output import AsJson
+from kvtier.tools.cli.output import AsJson, print_json
+from kvtier.tools.report.figures import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,15 +45,11 @@ def verify(
     with counting_bar("verifying") as note:
         report = check_slab(path, repair, note)
     if as_json:
-        typer.echo(json.dumps({**asdict(report), "is_right": report.is_right}, indent=2))
+        print_json({**asdict(report), "is_right": report.is_right})
     else:
         show_check(Console(), report)
     if not report.is_right and not report.is_repaired:
         raise typer.Exit(1)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def show_check(console: Console, report: CheckReport) -> None:
@@ -65,7 +61,7 @@ def show_check(console: Console, report: CheckReport) -> None:
 
     say(f"{report.path}: {report.num_blocks:,} blocks, {size(report.num_bytes)} read")
     if report.bad_blocks:
-        table = Table(title=_count(len(report.bad_blocks), "bad block"), title_justify="left")
+        table = Table(title=counted(len(report.bad_blocks), "bad block"), title_justify="left")
         table.add_column("slot", justify="right", no_wrap=True)
         table.add_column("reason", no_wrap=True)
         table.add_column("key", no_wrap=True)
@@ -78,7 +74,7 @@ def show_check(console: Console, report: CheckReport) -> None:
         if len(report.bad_blocks) > MAX_BLOCKS:
             say(f"and {len(report.bad_blocks) - MAX_BLOCKS:,} more: --json names them all")
     if report.num_damaged_records:
-        say(f"the journal: {_count(report.num_damaged_records, 'damaged record')}")
+        say(f"the journal: {counted(report.num_damaged_records, 'damaged record')}")
     if report.num_whole_superblocks < 2:
         say("one of the two superblocks is damaged")
     if report.is_encrypted:
@@ -87,7 +83,7 @@ def show_check(console: Console, report: CheckReport) -> None:
         say("the slab was not closed in order; that alone does no harm")
     if report.num_quarantined:
         again = f", {report.num_released:,} of them used again" if report.is_repaired else ""
-        say(f"{_count(report.num_quarantined, 'slot')} quarantined after I/O errors{again}")
+        say(f"{counted(report.num_quarantined, 'slot')} quarantined after I/O errors{again}")
     if report.is_right:
         say("nothing is wrong")
     elif report.is_repaired:

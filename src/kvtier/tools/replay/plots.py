@@ -11,15 +11,26 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from kvtier.tools.replay.policies import OPTIMUM
 from kvtier.tools.replay.result import ReplayResult
 from kvtier.tools.replay.sizing import Point
-from kvtier.tools.replay.summary import CANT_TELL, can_tell, money, policy_name
+from kvtier.tools.replay.summary import CANT_TELL, WEAK, can_tell, money, policy_name
 from kvtier.tools.report.figures import capacity, percent
-from kvtier.tools.report.svg import COLD, DEVICE, DISK, GOOD, HOST, INK, LINE, MUTED, twice
+from kvtier.tools.report.svg import (
+    COLD,
+    DEVICE,
+    DISK,
+    GOOD,
+    HOST,
+    INK,
+    LINE,
+    MUTED,
+    SvgPicture,
+    picture,
+)
 
 COLOURS = (DEVICE, HOST, DISK, GOOD, INK, MUTED)
 """Colours of policies, in order; the optimum is grey."""
 
 
-def hits(result: ReplayResult) -> tuple[str, str]:
+def hits(result: ReplayResult) -> SvgPicture:
     """Draw the hit ratio of blocks by size, a line per policy, with that of an unlimited cache."""
 
     def draw(width: float) -> Figure:
@@ -48,10 +59,15 @@ def hits(result: ReplayResult) -> tuple[str, str]:
         axes.legend(frameon=False, labelcolor=INK, loc="lower right")
         return figure
 
-    return twice(draw)
+    return picture(
+        draw,
+        "Share of all blocks that one tier of each size hits. The optimum knows the future: it "
+        "evicts the block whose next use is furthest away.",
+        "Hit ratio by size, a line for each policy.",
+    )
 
 
-def saved(result: ReplayResult) -> tuple[str, str]:
+def saved(result: ReplayResult) -> SvgPicture:
     """Draw the value of the time that host memory and a disk save, and their cost, by size."""
     rows = [
         ("Host memory, without a disk", result.host, HOST, result.best_host),
@@ -70,7 +86,11 @@ def saved(result: ReplayResult) -> tuple[str, str]:
             _sizes(axes, [point.num_bytes for point in points], width)
         return figure
 
-    return twice(draw)
+    return picture(
+        draw,
+        f"Value of the accelerator time saved per hour, and cost of the memory. {WEAK}",
+        "Value and cost of host memory and of a disk, by size.",
+    )
 
 
 def _worth(

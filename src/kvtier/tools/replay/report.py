@@ -12,7 +12,6 @@ from kvtier.tools.replay.summary import (
     CANT_TELL,
     RECOMMENDED,
     SIZE_COLUMNS,
-    WEAK,
     WRITTEN,
     accelerators,
     headline,
@@ -26,18 +25,8 @@ from kvtier.tools.replay.summary import (
     subtitle,
     unique_bytes,
 )
-from kvtier.tools.report.figures import capacity, duration, number, percent
+from kvtier.tools.report.figures import Verdict, capacity, duration, number, percent
 from kvtier.tools.report.page import render_page
-from kvtier.tools.report.svg import picture
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """One figure and its meaning."""
-
-    title: str
-    figure: str
-    meaning: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +49,8 @@ def render_report(result: ReplayResult) -> str:
         cards=_cards(result),
         policies=[policy_name(name) for name in result.curves],
         hit_rows=hit_rows(result),
-        hits=picture(
-            plots.hits(result),
-            "Share of all blocks that one tier of each size hits. The optimum knows the future: it "
-            "evicts the block whose next use is furthest away.",
-            "Hit ratio by size, a line for each policy.",
-        )
-        if result.host
-        else None,
-        saved=picture(
-            plots.saved(result),
-            f"Value of the accelerator time saved per hour, and cost of the memory. {WEAK}",
-            "Value and cost of host memory and of a disk, by size.",
-        )
-        if result.host
-        else None,
+        hits=plots.hits(result) if result.host else None,
+        saved=plots.saved(result) if result.host else None,
         host_rows=_rows(result, result.host, is_disk=False),
         disk_rows=_rows(result, result.disk, is_disk=True),
         disk_title=f"A disk below {capacity(host_bytes) if host_bytes else 'no'} host memory",
@@ -84,16 +60,16 @@ def render_report(result: ReplayResult) -> str:
     )
 
 
-def _cards(result: ReplayResult) -> list[Card]:
+def _cards(result: ReplayResult) -> list[Verdict]:
     facts, evidence = result.facts, result.evidence
     busy = facts.computing_s / facts.window_s if facts.window_s else 0.0
     cards = [
-        Card(
+        Verdict(
             "Prefill without reuse",
             f"{number(busy)} accelerators" if facts.window_s else "–",
             f"Computing all {facts.tokens:,} prompt tokens takes {duration(facts.computing_s)}.",
         ),
-        Card(
+        Verdict(
             "Reusable blocks",
             percent(facts.ceiling),
             f"{facts.num_references - facts.num_unique:,} of {facts.num_references:,} blocks "
@@ -102,7 +78,7 @@ def _cards(result: ReplayResult) -> list[Card]:
     ]
     if evidence.age_p50_s is not None and evidence.age_p90_s is not None:
         cards.append(
-            Card(
+            Verdict(
                 "Median time to reuse",
                 duration(evidence.age_p50_s),
                 f"90 % of the reused blocks are reused within {duration(evidence.age_p90_s)}.",
@@ -115,7 +91,7 @@ def _cards(result: ReplayResult) -> list[Card]:
             else ("?", "?")
         )
         cards.append(
-            Card(
+            Verdict(
                 "Saved per hour",
                 f"{duration(result.gained.value)} of accelerator time",
                 f"The work of {accelerators(result.gained.value / 3600)}. 95 % sure: {low} to "
@@ -128,7 +104,7 @@ def _cards(result: ReplayResult) -> list[Card]:
     if gaps:
         gap, size = max(gaps)
         cards.append(
-            Card(
+            Verdict(
                 "Gap to the optimum",
                 f"{100 * gap:.1f} points",
                 f"The largest difference of hit ratios between {policy_name(result.policy)} and "

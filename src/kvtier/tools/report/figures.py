@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtier.observe.live.wording import seconds, size
@@ -13,6 +14,19 @@ TOO_FEW = "too few runs to tell"
 SURE = "95\N{NO-BREAK SPACE}% sure"
 GAP = "\N{NO-BREAK SPACE}"
 """Blank between a number and its unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One finding: title, figure, meaning.
+
+    good: whether it is as promised; None if nothing was promised.
+    """
+
+    title: str
+    figure: str
+    meaning: str
+    good: bool | None = None
 
 
 def number(value: float) -> str:

@@ -71,14 +71,10 @@ class SvgPicture:
     description: str
 
 
-def picture(drawn: tuple[str, str], caption: str, description: str) -> SvgPicture:
-    """Return the SVG of a figure drawn by ``twice``."""
-    return SvgPicture(Markup(drawn[0]), Markup(drawn[1]), caption, description)
-
-
-def twice(draw: Callable[[float], Figure]) -> tuple[str, str]:
-    """Return the figure as SVG for wide and for narrow pages."""
-    return _svg(draw, WIDE_IN), _svg(draw, NARROW_IN)
+def picture(draw: Callable[[float], Figure], caption: str, description: str) -> SvgPicture:
+    """Return a figure as SVG for wide and for narrow pages. draw: draw it in a width, in inches."""
+    wide, narrow = (Markup(_svg(draw, width)) for width in (WIDE_IN, NARROW_IN))
+    return SvgPicture(wide, narrow, caption, description)
 
 
 def _svg(draw: Callable[[float], Figure], width: float) -> str:
