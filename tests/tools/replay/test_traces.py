@@ -190,7 +190,9 @@ def test_recording_that_a_crash_cut_short(tmp_path: Path) -> None:
     assert trace.notes == ("The last line of trace is cut short, and was left out.",)
 
 
-def zstd(text: bytes) -> bytes:
+def packed(packing: str, text: bytes) -> bytes:
+    if packing == "gzip":
+        return gzip.compress(text)
     if shutil.which("zstd") is None:
         pytest.skip("no zstd to pack with")
     return subprocess.run(["zstd"], input=text, capture_output=True, check=True).stdout
@@ -200,10 +202,7 @@ def zstd(text: bytes) -> bytes:
 def test_packed_traces_whatever_they_are_called(tmp_path: Path, packing: str) -> None:
     text = f"{mooncake(0, [1])}\n{mooncake(1000, [1])}\n".encode()
     path = tmp_path / "trace"
-    if packing == "gzip":
-        path.write_bytes(gzip.compress(text))
-    else:
-        path.write_bytes(zstd(text))
+    path.write_bytes(packed(packing, text))
     assert shared(read_traces([path], OPTIONS)) == [0, 1]
 
 
@@ -211,11 +210,8 @@ def test_packed_traces_whatever_they_are_called(tmp_path: Path, packing: str) ->
 def test_damaged_packing_is_told(tmp_path: Path, packing: str) -> None:
     text = "".join(f"{mooncake(at, [at])}\n" for at in range(2000)).encode()
     path = tmp_path / "trace"
-    if packing == "gzip":
-        path.write_bytes(gzip.compress(text)[:-2000])
-    else:
-        packed = zstd(text)
-        path.write_bytes(packed[: len(packed) // 2])
+    content = packed(packing, text)
+    path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ConfigError, match="trace: can't be unpacked|trace:[0-9]+: no JSON"):
         read_traces([path], OPTIONS)
 
@@ -256,6 +252,10 @@ def test_traces_of_other_blocks_dont_mix(tmp_path: Path) -> None:
         read_traces([tmp_path / "one", tmp_path / "two"], OPTIONS)
 
 
+DEEP = "[" * 100_000
+MANY = [0, 1 << 40]
+
+
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
@@ -287,15 +287,34 @@ def test_traces_of_other_blocks_dont_mix(tmp_path: Path) -> None:
         ([HEADER, '[1e999,1,1,0,0,""]'], ":2: no request of a recording: inf is out of range"),
         ([HEADER, "{"], ":2: no JSON"),
         ([HEADER, HEADER.replace("64", "32")], ":2: blocks of 32 tokens, after some of 64"),
+        # Hostile ones.
+        ([mooncake(0, [1]), DEEP], ":2: no JSON"),
+        ([DEEP], "none of the known traces"),
+        (['{"a":' * 50_000], "none of the known traces"),
+        ([mooncake(0, [1]), mooncake(10**400, [1])], ":2: timestamp is 1000000000000000000000"),
+        ([mooncake(0, [1]), mooncake(0, [10**400])], ":2: hash_ids should be integers"),
+        ([mooncake(0, [1]), mooncake(0, [1], 10**5000 // 10**4500)], ":2: input_length is 1000"),
+        ([HEADER, f'[{10**400},1,1,0,0,""]'], ":2: no request of a recording"),
+        ([HEADER, f'[0,{10**400},1,0,0,""]'], ":2: no request of a recording"),
+        ([HEADER, f'[0,1,1,{10**400},1,""]'], ":2: no request of a recording"),
+        ([HEADER.replace("64", str(10**400))], ":1: block_tokens is 1000"),
+        ([HEADER.replace("1,", "[[[]]],", 1)], ":1: version a JSON list of the format"),
+        ([session("a", [[10**400, 64, 1, 0, 0, [0, 1]]])], ":1: request 0 can't be read"),
+        ([session("a", [[0, 64, 1, 0, 10**400, [0, 1]]])], ":1: up to here the trace has more"),
+        ([session("a", [[0, 64, 1, 0, 0, MANY]])], ":1: up to here the trace has more than"),
+        ([session("a", [[0, 64, 1, 0, 0, [0, 1 << 21]]] * 500)], ":1: up to here the trace has"),
+        ([VLLM[1].replace("[1,", f"[{10**400},")], ":1: token ids must lie in 0"),
     ],
 )
 def test_what_cant_be_read_is_told_in_one_sentence(
-    read: Callable[..., Trace], lines: list[str], sentence: str
+    read: Callable[..., Trace], lines: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvtier.tools.replay.trace.MAX_BLOCKS", 1 << 22)
     with pytest.raises(ConfigError) as caught:
         read(*lines)
     assert sentence in str(caught.value)
     assert "trace.jsonl" in str(caught.value)
+    assert len(str(caught.value)) < 500
     assert "\n" not in str(caught.value)
 
 
@@ -597,42 +616,6 @@ def test_logs_without_a_year_are_laid_side_by_side_only_with_each_other(tmp_path
     assert "The traces were laid over each other, each from its own start." in mixed.notes
 
 
-DEEP = "[" * 100_000
-MANY = [0, 1 << 40]
-
-
-@pytest.mark.parametrize(
-    ("lines", "sentence"),
-    [
-        ([mooncake(0, [1]), DEEP], ":2: no JSON"),
-        ([DEEP], "none of the known traces"),
-        (['{"a":' * 50_000], "none of the known traces"),
-        ([mooncake(0, [1]), mooncake(10**400, [1])], ":2: timestamp is 1000000000000000000000"),
-        ([mooncake(0, [1]), mooncake(0, [10**400])], ":2: hash_ids should be integers"),
-        ([mooncake(0, [1]), mooncake(0, [1], 10**5000 // 10**4500)], ":2: input_length is 1000"),
-        ([HEADER, f'[{10**400},1,1,0,0,""]'], ":2: no request of a recording"),
-        ([HEADER, f'[0,{10**400},1,0,0,""]'], ":2: no request of a recording"),
-        ([HEADER, f'[0,1,1,{10**400},1,""]'], ":2: no request of a recording"),
-        ([HEADER.replace("64", str(10**400))], ":1: block_tokens is 1000"),
-        ([HEADER.replace("1,", "[[[]]],", 1)], ":1: version a JSON list of the format"),
-        ([session("a", [[10**400, 64, 1, 0, 0, [0, 1]]])], ":1: request 0 can't be read"),
-        ([session("a", [[0, 64, 1, 0, 10**400, [0, 1]]])], ":1: up to here the trace has more"),
-        ([session("a", [[0, 64, 1, 0, 0, MANY]])], ":1: up to here the trace has more than"),
-        ([session("a", [[0, 64, 1, 0, 0, [0, 1 << 21]]] * 500)], ":1: up to here the trace has"),
-        ([VLLM[1].replace("[1,", f"[{10**400},")], ":1: token ids must lie in 0"),
-    ],
-)
-def test_a_hostile_trace_is_refused_in_one_sentence(
-    read: Callable[..., Trace], lines: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtier.tools.replay.trace.MAX_BLOCKS", 1 << 22)
-    with pytest.raises(ConfigError) as caught:
-        read(*lines)
-    assert sentence in str(caught.value)
-    assert len(str(caught.value)) < 500
-    assert "\n" not in str(caught.value)
-
-
 def test_trace_is_bounded_by_the_memory_that_is_free(
     read: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -671,7 +654,7 @@ def test_bombs_are_refused(
     monkeypatch.setattr("kvtier.tools.replay.traces.lines.MAX_LINE", 1_000_000)
     text = content * (4 << 20)
     path = tmp_path / "trace"
-    path.write_bytes(gzip.compress(text) if packing == "gzip" else zstd(text))
+    path.write_bytes(packed(packing, text))
     with pytest.raises(ConfigError, match=sentence):
         read_traces([path], OPTIONS)
 
