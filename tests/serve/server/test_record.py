@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -46,7 +45,7 @@ def test_requests_are_recorded_and_replayed(engine: Engine, prefix: str, tmp_pat
         assert trace.input_tokens[at] == usage.prompt_tokens
         assert trace.output_tokens[at] == usage.completion_tokens
     segments = find_segments(trace)
-    shared = segments.per_request(np.where(segments.is_reuse, segments.length, 0))
+    shared = segments.num_reused
     same = len(engine.tokenizer.encode(prefix)) // trace.block_tokens
     # Another tenant shares no blocks, nor does a request without a salt.
     assert shared.tolist() == [0, pytest.approx(same, abs=1), 0, 0, 0]

@@ -8,10 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.observe.recording import Chains, Header, LineWriter
-from kvtier.tools.replay.trace import chained
+from kvtier.tools.replay.segments import find_segments
+from kvtier.tools.replay.trace import Trace, chained
 from kvtier.tools.replay.traces import ReadOptions
 
 OPTIONS = ReadOptions(Chains(b"s" * 32, block_tokens=2))
+
+
+def shared(trace: Trace) -> list[int]:
+    """Return the number of blocks that each request shares with an earlier one."""
+    found: list[int] = find_segments(trace).num_reused.tolist()
+    return found
 
 
 def mooncake(at_ms: int, ids: Sequence[int], tokens: int = 1000) -> str:

@@ -15,10 +15,11 @@ import pytest
 from kvtier.core.errors import ConfigError
 from kvtier.observe.recording import Chains, Recorder, recorder, salt_from_environment
 from kvtier.observe.recording import format as recording_format
-from kvtier.tools.replay.segments import find_segments
 from kvtier.tools.replay.trace import Trace
 from kvtier.tools.replay.traces import ReadOptions, read_traces
 from kvtier.tools.replay.traces.recorded import write_trace
+
+from .samples import shared
 
 CHAINS = Chains(b"s" * 32, block_tokens=4)
 
@@ -36,14 +37,6 @@ class Counted:
 
 def read(*paths: Path) -> Trace:
     return read_traces(paths, ReadOptions(CHAINS))
-
-
-def shared(trace: Trace) -> list[int]:
-    segments = find_segments(trace)
-    found: list[int] = segments.per_request(
-        np.where(segments.is_reuse, segments.length, 0)
-    ).tolist()
-    return found
 
 
 def test_what_is_recorded_is_read(tmp_path: Path) -> None:

@@ -15,12 +15,10 @@ from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvtier.core.errors import ConfigError
 from kvtier.observe.recording import Chains
-from kvtier.tools.replay.segments import find_segments
 from kvtier.tools.replay.trace import Trace
 from kvtier.tools.replay.traces import ReadOptions, read_traces
 from tests.tools.replay.samples import (
@@ -34,6 +32,7 @@ from tests.tools.replay.samples import (
     mooncake,
     recording,
     session,
+    shared,
 )
 
 
@@ -45,15 +44,6 @@ def read(tmp_path: Path) -> Callable[..., Trace]:
         return read_traces([path], options)
 
     return reading
-
-
-def shared(trace: Trace) -> list[int]:
-    """Return the number of blocks that each request shares with an earlier one."""
-    segments = find_segments(trace)
-    found: list[int] = segments.per_request(
-        np.where(segments.is_reuse, segments.length, 0)
-    ).tolist()
-    return found
 
 
 def test_mooncake(read: Callable[..., Trace]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
-
 from kvtier.core.config import parse_size
 from kvtier.core.errors import ConfigError
 from kvtier.index.policies.replayed import LRU
@@ -121,7 +119,7 @@ class _Replay:
             self._assumptions,
             self._policy,
             curves,
-            self._hit_point(self._unique_bytes, self._everything()),
+            self._hit_point(self._unique_bytes, self._segments.num_reused),
             tuple(host),
             tuple(disk),
             choice,
@@ -154,11 +152,6 @@ class _Replay:
             float(found.sum() / self._trace.num_references),
             saved_s / prompts.all_s if prompts.all_s else 0.0,
         )
-
-    def _everything(self) -> Ints:
-        """Return the blocks of each request that any earlier one had."""
-        segments = self._segments
-        return segments.per_request(np.where(segments.is_reuse, segments.length, 0))
 
     def _setups(self, choice: SizeChoice | None) -> list[Setup]:
         device_bytes, savings = self._machine.device_bytes, self._sizing.prompts.savings

@@ -47,6 +47,11 @@ class Segments:
     def is_reuse(self) -> npt.NDArray[np.bool_]:
         return self.previous >= 0
 
+    @property
+    def num_reused(self) -> Ints:
+        """Number of each request's blocks that an earlier one had: int64 [num_requests]."""
+        return self.per_request(np.where(self.is_reuse, self.length, 0))
+
     def per_request(self, values: Ints) -> Ints:
         """Return the sums of the segments' values per request: int64 [num_requests]."""
         sums = np.bincount(self.request, weights=values, minlength=self.num_requests)
