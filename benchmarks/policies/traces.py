@@ -1,9 +1,6 @@
-"""Traces of requests, as block keys.
+"""Traces of real requests, as block keys: an hour of a chat service, sessions of coding agents.
 
-Two are real: an hour of a chat service, and sessions of coding agents. One is synthetic: long
-documents.
-
-The real ones lie in a folder as their releases have them, compressed by zstd:
+They lie in a folder as their releases have them, compressed by zstd:
 ``mooncake/conversation_trace.jsonl.zst`` and ``agentic/agentic_sessions.jsonl.zst``.
 """
 
@@ -79,27 +76,6 @@ def agentic(folder: Path, num_sessions: int | None, hours: float, seed: int) -> 
     )
     name = f"agentic, {num_sessions or 'all'} sessions"
     return _read(name, folder / "agentic/agentic_sessions.jsonl.zst", options)
-
-
-def documents(num_documents: int = 300, seed: int = 5) -> Trace:
-    """Return synthetic documents of 60 to 140 blocks, each requested four times within minutes.
-
-    A tier of 0.5 % of all blocks has room for one and a half of them.
-    """
-    chance = np.random.default_rng(seed)
-    lengths = chance.integers(60, 141, num_documents)
-    starts = np.cumsum(chance.exponential(30.0, num_documents))
-    asked = []
-    for number, length in enumerate(lengths.tolist()):
-        text = np.arange(length, dtype=np.uint64) + np.uint64(number << 24)
-        gaps = chance.exponential(25.0, 4)
-        gaps[0] = 0.0
-        for turn, at in enumerate((starts[number] + np.cumsum(gaps)).tolist()):
-            question = np.array([(number << 24) + (turn + 1 << 16)], np.uint64)
-            asked.append((at, np.concatenate([text, question])))
-    asked.sort(key=lambda each: each[0])
-    times, chains = zip(*asked, strict=True)
-    return Trace("documents", list(times), list(chains))
 
 
 _NO_TOKENS = Chains(bytes(32), BLOCK_TOKENS)

@@ -236,8 +236,7 @@ class NodeControl(CacheControl):
     @on_loop
     async def lookup(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
         """Find the blocks of a prompt, and wait for the answers of stores."""
-        found = await self._partition(prompt.room)
-        wanted = _keys(found, _hexed(prompt))
+        found, wanted = await self._blocks(prompt)
         until_s = time.monotonic() + check_wait(timeout_s)
         self._registry.wake_all()
         while True:
@@ -248,8 +247,8 @@ class NodeControl(CacheControl):
     @on_loop
     async def prefetch(self, prompt: PromptName, timeout_s: float) -> PromptPlaces:
         """Read the blocks of a prompt from storage into memory. Return where they are then."""
-        found = await self._partition(prompt.room)
-        return _found(found, await self._bring(found, _keys(found, _hexed(prompt)), timeout_s))
+        found, wanted = await self._blocks(prompt)
+        return _found(found, await self._bring(found, wanted, timeout_s))
 
     async def _bring(
         self, partition: Partition, keys: Sequence[bytes], timeout_s: float
@@ -262,8 +261,7 @@ class NodeControl(CacheControl):
     async def pin(self, prompt: PromptName, seconds: float, timeout_s: float) -> PinnedBlocks:
         """Read the blocks of a prompt into memory, and keep the first ones there for a time."""
         check_pin(seconds)
-        found = await self._partition(prompt.room)
-        wanted = _keys(found, _hexed(prompt))
+        found, wanted = await self._blocks(prompt)
         await self._bring(found, wanted, timeout_s)
         pin = self._node.pin(found, wanted, seconds)
         num = len(pin.segment_of)
@@ -281,8 +279,7 @@ class NodeControl(CacheControl):
     @on_loop
     async def delete(self, prompt: PromptName, timeout_s: float) -> Deleted:
         """Delete the blocks of a prompt from every tier."""
-        found = await self._partition(prompt.room)
-        wanted = _keys(found, _hexed(prompt))
+        found, wanted = await self._blocks(prompt)
         until_s = time.monotonic() + check_wait(timeout_s)
         self._registry.wake_all()
         left = await delete_blocks(found, wanted, self._registry.wait, until_s)
@@ -365,6 +362,18 @@ class NodeControl(CacheControl):
 
     # -- names -------------------------------------------------------------------------------------
 
+    async def _blocks(self, prompt: PromptName) -> tuple[Partition, list[bytes]]:
+        """Return the partition of a prompt, and its keys, each once.
+
+        Raises ``ControlError`` if the prompt is named otherwise.
+        """
+        partition = await self._partition(prompt.room)
+        if prompt.keys is None:
+            raise ControlError("a node knows prompts by the keys of their blocks; give keys")
+        if prompt.tenant:
+            raise ControlError("keys belong to a room; name it, and no tenant")
+        return partition, _keys(partition, prompt.keys)
+
     async def _partition(self, name: str) -> Partition:
         """Return a partition by its name; the only one for ""."""
         partitions = self._node.partitions
@@ -421,12 +430,3 @@ def _found(partition: Partition, blocks: LocatedBlocks) -> PromptPlaces:
     return PromptPlaces.of(
         partition.key.name, [state.name.lower() for state in blocks.block_states]
     )
-
-
-def _hexed(prompt: PromptName) -> Sequence[str]:
-    """Return the keys of a prompt. Raises ``ControlError`` if it has another name."""
-    if prompt.keys is None:
-        raise ControlError("a node knows prompts by the keys of their blocks; give keys")
-    if prompt.tenant:
-        raise ControlError("keys belong to a room; name it, and no tenant")
-    return prompt.keys

@@ -41,6 +41,8 @@ class FrameSocket:
         on_end: called when the process has closed its end, and all its frames were handled.
 
     Attributes:
+        is_open: whether it was not closed yet.
+        is_hung_up: whether nothing is sent any more.
         num_unsent: bytes that wait for the process to read them.
         received_s: monotonic time at which the newest bytes arrived.
     """
@@ -63,9 +65,9 @@ class FrameSocket:
         self._unsent: deque[_Unsent] = deque()
         self.num_unsent = 0
         self.received_s = 0.0
-        self._is_writing = self._is_read = self._is_broken = self._is_hung_up = False
+        self._is_writing = self._is_read = self._is_broken = self.is_hung_up = False
         self._is_unwatched = False  # whether the event loop may not report what arrives
-        self._is_open = True
+        self.is_open = True
         self._fd = connection.fileno()
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -75,22 +77,12 @@ class FrameSocket:
         """Accept frames of up to ``most_bytes`` from now on."""
         self._frames.most_bytes = most_bytes
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it was not closed yet."""
-        return self._is_open
-
-    @property
-    def is_hung_up(self) -> bool:
-        """Whether nothing is sent any more."""
-        return self._is_hung_up
-
     # -- receiving ---------------------------------------------------------------------------------
 
     def _choose_reading(self) -> None:
         """Read from the socket, unless frames are to be handled or answers wait to be read."""
         may_read = self._is_broken or self.num_unsent < MANY_UNSENT_BYTES
-        wanted = self._is_open and self._turn is None and may_read
+        wanted = self.is_open and self._turn is None and may_read
         if wanted and self._is_unwatched:
             wanted, self._turn = False, self._loop.call_soon(self._receive)
         if wanted and not self._is_read:
@@ -128,7 +120,7 @@ class FrameSocket:
         """Handle frames for a while. Other connections have a turn before it goes on."""
         self._turn = None
         end_s = time.monotonic() + TURN_S
-        while self._is_open:
+        while self.is_open:
             try:
                 if not self._has_next():
                     break
@@ -136,7 +128,7 @@ class FrameSocket:
                 self._turns_left = None
                 self._on_error(error)
             is_more = self._turns_left is not None or self._frames.has_next
-            if time.monotonic() >= end_s and self._is_open and is_more:
+            if time.monotonic() >= end_s and self.is_open and is_more:
                 self._turn = self._loop.call_soon(self._take_turn)
                 break
         self._choose_reading()
@@ -172,7 +164,7 @@ class FrameSocket:
 
         undo: called if the process never reads the whole frame.
         """
-        if not self._is_open or self._is_hung_up:
+        if not self.is_open or self.is_hung_up:
             if undo is not None:
                 undo()
             return
@@ -219,9 +211,9 @@ class FrameSocket:
 
     def hang_up(self) -> None:
         """Send nothing more. What the process still sends is handled until it closes."""
-        if not self._is_open or self._is_hung_up:
+        if not self.is_open or self.is_hung_up:
             return
-        self._is_hung_up = True
+        self.is_hung_up = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         self._undo_unsent()
@@ -229,9 +221,9 @@ class FrameSocket:
 
     def close(self) -> None:
         """Close the socket, once."""
-        if not self._is_open:
+        if not self.is_open:
             return
-        self._is_open = self._is_read = False
+        self.is_open = self._is_read = False
         if self._turn is not None:
             self._turn.cancel()
         self._loop.remove_reader(self._fd)
