@@ -115,6 +115,23 @@ class ToldHarness(Harness):
         for tier, hashes in there.items():
             assert self.reader.held[tier] == hashes & self.reader.ever
         assert self.reader.held[DEVICE] == there[DEVICE], "on the device, and never told"
+        self.check_late_reader()
+
+    def check_late_reader(self) -> None:
+        """A snapshot has all blocks that a reader can place: those with all blocks before them."""
+        late, known = Reader(), self.reader
+        late.read(self.translator.snapshot())
+        held = set().union(*known.held.values())
+        placed: set[int] = set()
+        for block in held:
+            path = [block]
+            while path[-1] in held and (above := known.parents[path[-1]]) is not None:
+                path.append(above)
+            if held.issuperset(path):
+                placed.add(block)
+        for tier, blocks in known.held.items():
+            assert late.held[tier] == blocks & placed
+        assert all(known.tokens[block] == tokens for block, tokens in late.tokens.items())
 
 
 def _told(kind: type[machines.CacheMachine]) -> type[machines.CacheMachine]:

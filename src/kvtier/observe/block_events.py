@@ -39,9 +39,11 @@ start again."""
 MAX_CHANGES = 1 << 16
 MAX_SALTS = 1 << 16
 """Namespaces whose salts are remembered."""
-MAX_RECENT = 1 << 16
-"""Chunks whose tokens are remembered, so that an event for a slower tier soon afterwards has them,
-too: 40 MB at 128 tokens per chunk."""
+MAX_RECENT = 1 << 17
+"""Chunks whose tokens are remembered, for events of slower tiers and snapshots: 80 MB at 128 tokens
+per chunk."""
+MAX_AT_ONCE = 256
+"""Chunks in one event of a snapshot."""
 
 CLEARED: Event = {"type": "AllBlocksCleared"}
 HASH_BYTES = 8
@@ -222,6 +224,8 @@ class BlockEvents:
             self._name(prompt, places[: size * len(chunks)], int(is_named.argmin()))
         for tier in self._bits:
             yield from self._changed(tier, chunks, prompt)
+        while len(self._recent) > MAX_RECENT:
+            self._recent.popitem(last=False)
 
     def _name(self, prompt: PromptBlocks, places: Array, first: int) -> None:
         """Hash the chunks of a prompt from ``first`` on. places: of the blocks of whole chunks."""
@@ -241,8 +245,6 @@ class BlockEvents:
         self._chunks[new] = np.repeat(chunks + 1, size)
         for at, chunk in enumerate(chunks.tolist(), start=first):
             self._recent[chunk] = self._tokens(prompt.labels, at), prompt.salt
-        while len(self._recent) > MAX_RECENT:
-            self._recent.popitem(last=False)
 
     def _tokens(self, labels: Sequence[Label], at: int) -> bytes:
         """Return the tokens of one chunk of a prompt."""
@@ -284,34 +286,65 @@ class BlockEvents:
         positions = np.flatnonzero(is_whole & ~is_published)
         come = chunks[positions]
         self._published[come] |= bit
-        if prompt is None:
-            found = [self._recent.get(chunk) for chunk in come.tolist()]
-        else:
-            salt = prompt.salt
-            found = [(self._tokens(prompt.labels, at), salt) for at in positions.tolist()]
-        yield from self._stored(tier, come, found)
+        if prompt is not None:
+            for chunk, at in zip(come.tolist(), positions.tolist(), strict=True):
+                if chunk not in self._recent:
+                    self._recent[chunk] = self._tokens(prompt.labels, at), prompt.salt
+        yield from self._stored(tier, come)
 
     def _above(self, places: Array) -> Array:
         """Return the places of some blocks' parents; -1 for none."""
         above: Array = self._parents[places].astype(np.int64) - 1
         return above
 
+    def _chunks_above(self, chunks: Array) -> Array:
+        """Return the chunks before some chunks; -1 for none."""
+        for _ in range(self._chunk_blocks):
+            chunks = self._above(chunks)
+        return chunks
+
+    def snapshot(self) -> Iterator[Event]:
+        """Yield events that bring a new reader to the present state.
+
+        Chunks whose tokens are forgotten are left out, and so are those behind them. Cost: O(chunks
+        that are remembered).
+        """
+        known = [chunk for chunk in self._recent if self._published[chunk]]
+        chunks = self._from_the_roots(np.array(known, np.int64))
+        for where, run in runs_of(self._published[chunks].tolist()):
+            for tier, bit in self._bits.items():
+                if where & bit:
+                    for first in range(run.start, run.stop, MAX_AT_ONCE):
+                        last = min(first + MAX_AT_ONCE, run.stop)
+                        yield from self._stored(tier, chunks[first:last])
+
+    def _from_the_roots(self, chunks: Array) -> Array:
+        """Return chunks ordered so that each follows the one before it in a prompt.
+
+        Those behind a chunk that is not among them are left out: a reader could not place them.
+        """
+        behind: dict[int, list[int]] = {}
+        for chunk, before in zip(chunks.tolist(), self._chunks_above(chunks).tolist(), strict=True):
+            behind.setdefault(before, []).append(chunk)
+        ordered, left = [], behind.get(NOBODY, [])
+        while left:
+            ordered.append(left.pop())
+            left += behind.get(ordered[-1], ())
+        return np.array(ordered, np.int64)
+
     # -- events of chunks that entered a tier -----------------------------------------------------
 
-    def _stored(
-        self, tier: str, chunks: Array, found: Sequence[tuple[bytes, str] | None]
-    ) -> Iterator[Event]:
+    def _stored(self, tier: str, chunks: Array) -> Iterator[Event]:
         """Yield an event for each run of chunks one behind the other.
 
-        found: tokens and salt of each chunk. If they are not remembered, the event has no tokens;
-        readers that do not know the hash ignore it.
+        The event of chunks whose tokens are forgotten has none; readers that do not know the hash
+        ignore it.
         """
+        found = [self._recent.get(chunk) for chunk in chunks.tolist()]
         is_found = np.array([known is not None for known in found], bool)
         named = [known for known in found if known is not None]
         recent, others = chunks[is_found], chunks[~is_found]
-        above = recent
-        for _ in range(self._chunk_blocks):
-            above = self._above(above)
+        above = self._chunks_above(recent)
         edges = np.flatnonzero(above[1:] != recent[:-1]) + 1
         for first, end in pairwise([0, *edges.tolist(), len(recent)]):
             if first < end:

@@ -2,6 +2,7 @@
 
     PUB     topic, number, [time, [event, ...], data_parallel_rank]
     ROUTER  a requested number  -->  "", topic, number, batch  for each kept from it on, then an end
+            "snapshot"          -->  "", number, publisher, batch ...    the state after that number
 
 A number has eight bytes, big-endian, and counts batches from 0. A batch is a msgpack array; its
 events are maps.
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from threading import Event, Thread
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from kvtier.core.errors import ConfigError, install_command
 from kvtier.observe.block_events import CLEARED, BlockEvents, BlockLog
@@ -51,6 +53,14 @@ END = (-1).to_bytes(8, "big", signed=True)
 """Number of the last message of a replay."""
 CLOSE_MS = 1000
 """Longest wait at close for the last batches to be delivered."""
+SNAPSHOT = b"snapshot"
+"""Request for the present state, as vLLM spells it. No number of a batch is as large."""
+MAX_SNAPSHOT_EVENTS = 8
+"""Largest number of events in one of its batches. Each has up to 256 blocks with their tokens."""
+MAX_SNAPSHOT_BYTES = 64 << 20
+"""Largest answer to it. What comes later in it is left out."""
+SNAPSHOT_SHARE = 0.1
+"""Largest share of the publisher's time that snapshots may take."""
 QUESTION_BYTES = 1024
 """Maximum size of a replay request; longer messages are not read."""
 
@@ -83,6 +93,9 @@ class Publisher:
         self._thread = Thread(target=self._run, name="kvtier-events", daemon=True)
         self._replay: zmq.Socket[bytes] | None = None
         self._answers: dict[bytes, int] = {}  # number to send next, by client
+        self._wants_snapshot: dict[bytes, None] = {}  # clients, in order of arrival
+        self._snapshot_at = 0.0  # when the next one may be made
+        self._id = uuid4().bytes
         self._peers = EventPeers()
         self._poller = zmq.Poller()  # creating it costs as much as a wait
         try:
@@ -166,6 +179,10 @@ class Publisher:
                 self._hear(self._replay)
             for asker in list(self._answers):
                 self._answer(self._replay, asker)
+        if self._wants_snapshot and time.monotonic() >= self._snapshot_at:
+            asker = next(iter(self._wants_snapshot))
+            del self._wants_snapshot[asker]
+            self._send_snapshot(self._replay, asker)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Run ``work``. On failure, make readers start again rather than keep wrong state."""
@@ -190,12 +207,15 @@ class Publisher:
     def _send(self, batch: Sequence[BlockEvent]) -> None:
         import zmq
 
-        payload = self._encode([time.time(), list(batch), None])  # Dynamo refuses two elements
+        payload = self._payload(batch)
         number = self._num_sent
         self._num_sent += 1
         self._keep(number, payload)
         self._peers.published_bytes += len(payload)
         self._pub.send_multipart([self._topic, number.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+
+    def _payload(self, batch: Sequence[BlockEvent]) -> bytes:
+        return self._encode([time.time(), batch, None])  # Dynamo refuses two elements, and four
 
     def _keep(self, number: int, payload: bytes) -> None:
         if self._replay is None:
@@ -211,7 +231,32 @@ class Publisher:
         if len(frames) != 3 or frames[1] or len(frames[2]) != len(END):
             logger.warning("no replay, the question has frames=%d", len(frames))
             return
-        self._answers[frames[0]] = int.from_bytes(frames[2], "big")
+        asker, _, question = frames
+        if question == SNAPSHOT:
+            self._wants_snapshot[asker] = None
+        else:
+            self._answers[asker] = int.from_bytes(question, "big")
+
+    def _send_snapshot(self, replay: zmq.Socket[bytes], asker: bytes) -> None:
+        """Send the present state. Live batches behind the number in front continue it."""
+        import zmq
+
+        assert self._events is not None, "it was started"
+        begun = time.monotonic()
+        self._publish()  # so that the number stands for the state
+        number = self._num_sent - 1
+        frames, num_bytes = [asker, b"", number.to_bytes(8, "big", signed=True), self._id], 0
+        for batch in _batches(self._events.snapshot(), MAX_SNAPSHOT_EVENTS):
+            frames.append(self._payload(batch))
+            num_bytes += len(frames[-1])
+            if num_bytes > MAX_SNAPSHOT_BYTES:
+                break
+        ended = time.monotonic()
+        self._snapshot_at = ended + (ended - begun) / SNAPSHOT_SHARE
+        try:
+            replay.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:  # it reads nothing, or has disconnected
+            logger.warning("no snapshot sent error=%s", error)
 
     def _answer(self, replay: zmq.Socket[bytes], asker: bytes) -> None:
         """Send the client more of its replay, as much as its queue has room for."""
@@ -241,6 +286,6 @@ def is_local(endpoint: str) -> bool:
     return endpoint.startswith(local)
 
 
-def _batches(events: Iterator[BlockEvent]) -> Iterator[list[BlockEvent]]:
-    while batch := list(islice(events, MAX_EVENTS)):
+def _batches(events: Iterator[BlockEvent], most: int = MAX_EVENTS) -> Iterator[list[BlockEvent]]:
+    while batch := list(islice(events, most)):
         yield batch

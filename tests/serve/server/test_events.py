@@ -174,6 +174,27 @@ def test_readers_that_do_not_read_hold_up_nobody(monkeypatch: pytest.MonkeyPatch
             assert sorted(asks.batches) == list(range(made._num_sent - 50, made._num_sent))
 
 
+def test_a_late_reader_gets_the_present_state_and_continues_with_live_batches() -> None:
+    log = BlockLog()
+    with publisher(log) as made, router(made.endpoints) as late:
+        for at in range(40):
+            send(log, made, at)
+        log.moved(DEVICE, [BlockId(0), BlockId(1)], True)
+        late.asking.send_multipart([b"", b"snapshot"])
+        assert late.asking.poll(10_000), "no answer"
+        _, number, _, *batches = late.asking.recv_multipart()
+        last = int.from_bytes(number, "big", signed=True)
+        assert last == made._num_sent - 1
+        found = Reader()
+        for payload in batches:
+            found.read(msgspec.msgpack.decode(payload)[1])
+        assert [len(found.held[tier]) for tier in (DEVICE, HOST)] == [38, 40]
+        send(log, made, 40)
+        wait_until(lambda: late.receive() and last + 1 in late.batches, "it continues")
+        found.read(late.batches[last + 1][1])
+    assert [len(found.held[tier]) for tier in (DEVICE, HOST)] == [39, 41]
+
+
 def test_a_publisher_that_fails_has_readers_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
     log = BlockLog()
     with publisher(log) as made, router(made.endpoints) as reads:
