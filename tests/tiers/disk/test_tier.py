@@ -153,18 +153,6 @@ def test_sampled_verification_looks_at_one_in_so_many(tmp_path: Path) -> None:
         assert results == [CORRUPT, OK, OK, OK] * 2
 
 
-def test_damaged_block_is_a_miss_and_its_slot_can_be_used_again(tmp_path: Path) -> None:
-    with harness(tmp_path, 4) as here:
-        slots = here.put(1, 2, 3, 4)
-        spoil(here.options.path, slots[1])
-        keys = [key(number) for number in (1, 2, 3, 4)]
-        assert here.load(keys, slots) == [OK, CORRUPT, OK, OK]
-        here.tier.free(slots[1:2])
-        assert here.put(5) == slots[1:2]
-        here.reopen()
-        assert here.get(1, 2, 3, 4, 5) == [OK, CORRUPT, OK, OK, OK]
-
-
 # -- restarts --------------------------------------------------------------------------------------
 
 
@@ -301,18 +289,6 @@ def test_scrub_finds_damage_round_robin(tmp_path: Path) -> None:
         assert here.tier.scrub(1 << 30).num_checked == 5
         here.tier.forget(slots)
         assert here.tier.scrub(1 << 30).num_checked == 0
-
-
-def test_scrub_frees_damaged_blocks_that_nobody_claimed(tmp_path: Path) -> None:
-    with harness(tmp_path, 4) as here:
-        slots = here.put(0, 1, 2)
-        here.reopen()
-        spoil(here.options.path, slots[1])
-        assert here.tier.scrub(1 << 20).num_damaged == 1
-        assert here.tier.slots.num_unclaimed == 2
-        assert here.tier.num_free == 4
-        here.tier.check_invariants()
-        assert here.claim([key(1)]) == []
 
 
 def test_new_file_system_with_lost_found_is_an_empty_folder(tmp_path: Path) -> None:

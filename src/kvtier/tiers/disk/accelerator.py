@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.devices.base import CopyBatch, Device, Direction, Memory
+from kvtier.devices.base import CopyBatch, Direction, Memory
 from kvtier.devices.copies import Copies
 from kvtier.tiers.disk.arrays import Bools, Int64s, Uint64s
 from kvtier.tiers.disk.health import DiskHealth
 from kvtier.tiers.disk.io import open_direct
 from kvtier.tiers.disk.io.direct import DirectEngine
 from kvtier.tiers.pieces import Pieces
+
+if TYPE_CHECKING:
+    from kvtier.tiers.disk.direct import Pool
 
 
 class Accelerator:
@@ -24,35 +27,33 @@ class Accelerator:
     returns.
 
     Args:
-        device: the accelerator.
-        memory: memory of ``device``.
-        allocations: the allocations within ``memory``, each of which is registered by itself.
+        pool: the engine's KV pool, in memory of a device.
         buffer: bounce buffer in host memory; it is page-locked here.
         health: health of direct reads.
 
     The caller guarantees
         one thread reads. The device's compute on the target memory is done: transfers are not
-        ordered against it. ``buffer`` and ``memory`` live until ``close``.
+        ordered against it. ``buffer`` and the pool live until ``close``.
     Outcomes and errors
         ``DeviceError`` if the device has no more queues, or a copy fails.
     """
 
     def __init__(
         self,
-        device: Device,
-        memory: Memory,
-        allocations: Sequence[Memory],
+        pool: Pool,
         buffer: Memory,
         health: DiskHealth,
     ) -> None:
-        self.kind = memory.kind
+        device = pool.device
+        assert device is not None, "the pool is in host memory"
+        self.kind = pool.memory.kind
         self.engine: DirectEngine | None = None
         self._device = device
-        self._memory = memory
-        self._allocations = allocations
+        self._memory = pool.memory
+        self._allocations = pool.allocations
         ends = [
             (allocation.address, allocation.address + allocation.nbytes)
-            for allocation in allocations
+            for allocation in pool.allocations
         ]
         self._edges = np.unique(np.array(ends, np.uint64))
         self._buffer = buffer

@@ -17,6 +17,12 @@ CHOICES: dict[str, type[StrEnum]] = {
     "direct": Direct,
 }
 """Settings with a fixed set of values."""
+LEAST = {
+    **dict.fromkeys(("capacity_bytes", "sample_every", "queue_depth", "num_ranks"), 1),
+    **dict.fromkeys(("errors_until_off", "checksum_threads"), 1),
+    "bounce_bytes": 0,
+}
+"""Smallest value of a setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +83,9 @@ class DiskOptions:
             if value not in list(kind):
                 raise ConfigError(f"{name}: {value!r} is unknown; use one of {', '.join(kind)}")
             object.__setattr__(self, name, kind(value))
-        for name in ("capacity_bytes", "sample_every", "queue_depth", "num_ranks"):
-            self._at_least(name, 1)
-        for name in ("errors_until_off", "checksum_threads"):
-            self._at_least(name, 1)
-        self._at_least("bounce_bytes", 0)
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: {getattr(self, name)} is below {least}")
         if not 0 <= self.rank < self.num_ranks:
             raise ConfigError(f"rank: {self.rank} is not in 0 .. {self.num_ranks - 1}")
         for name in ("read_deadline_s", "write_deadline_s"):
@@ -108,7 +112,3 @@ class DiskOptions:
             )
             for rank, path in enumerate((self.path, *self.more_paths))
         ]
-
-    def _at_least(self, name: str, least: int) -> None:
-        if getattr(self, name) < least:
-            raise ConfigError(f"{name}: {getattr(self, name)} is below {least}")

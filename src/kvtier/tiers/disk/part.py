@@ -157,9 +157,7 @@ class DiskPart:
         what = f"{options.path}, direct to {pool.device.name}"
         health = DiskHealth(what, ["read"], options.errors_until_off, clock)
         try:
-            self.accelerator = Accelerator(
-                pool.device, pool.memory, pool.allocations, buffer, health
-            )
+            self.accelerator = Accelerator(pool, buffer, health)
             if not self.pool_path.reason:
                 self.accelerator.open(self.slab.data_fd, self.pool_path.is_compatible)
         except (DeviceError, TierError) as error:

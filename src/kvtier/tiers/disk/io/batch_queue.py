@@ -68,18 +68,16 @@ class Timespec(Structure):
         return cls(whole, int((seconds - whole) * 1e9))
 
 
-def batch_calls(prefix: str, without: str) -> tuple[Call, ...]:
-    """Return the calls of batches. without: replacement if they are missing."""
-    events = (c_void_p, c_uint, POINTER(c_uint), POINTER(BatchEvent), POINTER(Timespec))
-    submit = (c_void_p, c_uint, POINTER(BatchRequest), c_uint)
-    setup = (POINTER(c_void_p), c_uint)
-    return (
-        Call(f"{prefix}BatchIOSetUp", setup, without=without, returns=FileStatus),
-        Call(f"{prefix}BatchIOSubmit", submit, without=without, returns=FileStatus),
-        Call(f"{prefix}BatchIOGetStatus", events, without=without, returns=FileStatus),
-        Call(f"{prefix}BatchIOCancel", (c_void_p,), without=without, returns=FileStatus),
-        Call(f"{prefix}BatchIODestroy", (c_void_p,), without=without, returns=None),
-    )
+_EVENTS = (c_void_p, c_uint, POINTER(c_uint), POINTER(BatchEvent), POINTER(Timespec))
+_SUBMIT = (c_void_p, c_uint, POINTER(BatchRequest), c_uint)
+_WITHOUT = "one call per piece"
+BATCH_CALLS = (
+    Call("cuFileBatchIOSetUp", (POINTER(c_void_p), c_uint), without=_WITHOUT, returns=FileStatus),
+    Call("cuFileBatchIOSubmit", _SUBMIT, without=_WITHOUT, returns=FileStatus),
+    Call("cuFileBatchIOGetStatus", _EVENTS, without=_WITHOUT, returns=FileStatus),
+    Call("cuFileBatchIOCancel", (c_void_p,), without=_WITHOUT, returns=FileStatus),
+    Call("cuFileBatchIODestroy", (c_void_p,), without=_WITHOUT, returns=None),
+)
 
 
 @dataclass(slots=True)

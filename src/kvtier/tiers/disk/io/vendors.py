@@ -32,7 +32,7 @@ from ctypes import (
 from typing import Final
 
 from kvtier.devices.library import Call
-from kvtier.tiers.disk.io.batch_queue import batch_calls
+from kvtier.tiers.disk.io.batch_queue import BATCH_CALLS
 from kvtier.tiers.disk.io.file_library import (
     OF_SYSTEM,
     UNKNOWN,
@@ -146,7 +146,7 @@ CUFILE_CALLS = (
     Call("cuFileGetVersion", (POINTER(c_int),), without="it is old", returns=FileStatus),
     Call("cuFileSetParameterPosixPoolSlabArray", _SLABS, "1.15", "smaller batches", FileStatus),
     Call("cuFileSetParameterBool", (c_int, c_bool), "1.14", "environment variables", FileStatus),
-    *batch_calls("cuFile", "one call per piece"),
+    *BATCH_CALLS,
     Call("cuFileReadv", _VECTORS, "1.20", _WITHOUT_VECTORS, c_ssize_t),
     Call("cuFileWritev", _VECTORS, "1.20", _WITHOUT_VECTORS, c_ssize_t),
 )
