@@ -8,7 +8,7 @@ from urllib.parse import quote
 from kvtier.core.config import DEFAULT_CODING, CodingConfig
 from kvtier.layout import KVGroup
 from kvtier.testing.storage_suite import GROUP
-from kvtier.tiers import StorageSite, StorageTier
+from kvtier.tiers import StorageSite
 from kvtier.tiers.remote.location import read_location
 from kvtier.tiers.remote.s3.objects import Objects
 from kvtier.tiers.remote.s3.opening import S3Options, make_s3
@@ -51,27 +51,16 @@ class Bucket:
         self,
         num_blocks: int = 64,
         group: KVGroup = GROUP,
-        url: str = "",
         coding: CodingConfig = DEFAULT_CODING,
+        url: str = "",
         **options: object,
     ) -> S3Tier:
         """Open one process's tier. It reads the manifests of other writers only on request."""
-        tier = self.storage(num_blocks, group, url, coding, **options)
-        assert isinstance(tier, S3Tier)
-        return tier
-
-    def storage(
-        self,
-        num_blocks: int = 64,
-        group: KVGroup = GROUP,
-        url: str = "",
-        coding: CodingConfig = DEFAULT_CODING,
-        **options: object,
-    ) -> StorageTier:
-        """Open the tier with its wrappers, if it has any."""
         location = self.location(url, **{"poll_s": 0, "publish_s": 3600, **options})
         capacity_bytes = num_blocks * group.bytes_per_block
-        return make_s3(StorageSite("s3", location, group, capacity_bytes, coding=coding))
+        tier = make_s3(StorageSite("s3", location, group, capacity_bytes, coding=coding))
+        assert isinstance(tier, S3Tier)
+        return tier
 
     def objects(self) -> Objects:
         """Return a client of this prefix, as a tier makes it."""

@@ -13,8 +13,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 from tests.kit.servers import BUCKET
+from tests.tiers.remote.scripted_server import LOOPBACK, Listener
 
-LOOPBACK = "127.0.0.1"
 WRITTEN = "2026-11-25T12:00:00.000Z"
 WRITTEN_HTTP = "Wed, 25 Nov 2026 12:00:00 GMT"
 TEXTS = {200: "OK", 206: "Partial Content", 404: "Not Found", 412: "Precondition Failed"}
@@ -77,8 +77,8 @@ def refusal(status: int, code: str) -> Answer:
     return Answer(status, {"content-type": "application/xml"}, body.encode())
 
 
-class ScriptedBucket:
-    """Listens on loopback until it is closed. ``objects`` is its content.
+class ScriptedBucket(Listener):
+    """Speaks S3. ``objects`` is its content.
 
     ends: close the connection after an altered answer, so that the client does not wait for more.
     """
@@ -87,19 +87,9 @@ class ScriptedBucket:
         self._ends = ends
         self.alter = alter
         self.objects: dict[str, bytes] = {}
-        self._listener = socket.create_server((LOOPBACK, 0))
-        self.url = f"http://{LOOPBACK}:{self._listener.getsockname()[1]}"
-        self._lines: list[socket.socket] = []
         self._lock = threading.Lock()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                line, _ = self._listener.accept()
-                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._lines.append(line)
-                threading.Thread(target=self._serve, args=(line,), daemon=True).start()
+        super().__init__()
+        self.url = f"http://{LOOPBACK}:{self.port}"
 
     def _serve(self, line: socket.socket) -> None:
         with suppress(OSError, ValueError), line, line.makefile("rb") as sent:
@@ -146,8 +136,6 @@ class ScriptedBucket:
         if content is None:
             return refusal(404, "NoSuchKey")
         facts = {"etag": version_of(content), "last-modified": WRITTEN_HTTP}
-        if asked.headers.get("if-match", facts["etag"]) != facts["etag"]:
-            return refusal(412, "PreconditionFailed")
         if wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", asked.headers.get("range", "")):
             first, last = int(wanted[1]), min(int(wanted[2]), len(content) - 1)
             if first > last:
@@ -155,14 +143,6 @@ class ScriptedBucket:
             facts["content-range"] = f"bytes {first}-{last}/{len(content)}"
             return Answer(206, facts, content[first : last + 1])
         return Answer(200, facts, content)
-
-    def close(self) -> None:
-        """End all connections."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        for each in (self._listener, *self._lines):
-            with suppress(OSError):
-                each.close()
 
 
 def version_of(content: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -27,16 +28,10 @@ def array(*replies: bytes) -> bytes:
     return b"*%d\r\n" % len(replies) + b"".join(replies)
 
 
-class ScriptedServer:
-    """Listens on loopback until it is closed. ``values`` is its content.
+class Listener(ABC):
+    """Listens on loopback until it is closed, and serves each connection in a thread."""
 
-    ends: close the connection after an altered reply, so that the client does not wait for more.
-    """
-
-    def __init__(self, alter: Alter = lambda _, reply: reply, ends: bool = False) -> None:
-        self._ends = ends
-        self.alter = alter
-        self.values: dict[bytes, bytes] = {}
+    def __init__(self) -> None:
         self._listener = socket.create_server((LOOPBACK, 0))
         self.port = self._listener.getsockname()[1]
         self._lines: list[socket.socket] = []
@@ -49,6 +44,31 @@ class ScriptedServer:
                 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._lines.append(line)
                 threading.Thread(target=self._serve, args=(line,), daemon=True).start()
+
+    @abstractmethod
+    def _serve(self, line: socket.socket) -> None:
+        """Serve one connection."""
+
+    def close(self) -> None:
+        """End all connections."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        for each in (self._listener, *self._lines):
+            with suppress(OSError):
+                each.close()
+
+
+class ScriptedServer(Listener):
+    """Speaks RESP. ``values`` is its content.
+
+    ends: close the connection after an altered reply, so that the client does not wait for more.
+    """
+
+    def __init__(self, alter: Alter = lambda _, reply: reply, ends: bool = False) -> None:
+        self._ends = ends
+        self.alter = alter
+        self.values: dict[bytes, bytes] = {}
+        super().__init__()
 
     def _serve(self, line: socket.socket) -> None:
         with suppress(OSError, ValueError), line, line.makefile("rb") as sent:
@@ -87,11 +107,3 @@ class ScriptedServer:
             case [b"SCAN", *_]:
                 return array(bulk(b"0"), array(*map(bulk, self.values)))
         return OK
-
-    def close(self) -> None:
-        """End all connections."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        for each in (self._listener, *self._lines):
-            with suppress(OSError):
-                each.close()

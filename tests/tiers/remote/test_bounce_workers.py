@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from threading import Condition
+from typing import Any
 
 import pytest
 
+from kvtier.core.config import DEFAULT_CODING, CodingConfig
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import BlockKey
-from kvtier.testing import StorageSuite
+from kvtier.layout import KVGroup
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageSite, StorageTier
@@ -31,7 +33,13 @@ from kvtier.tiers.remote.bounce_workers import (
 from kvtier.tiers.remote.bounced_tier import BouncedTier
 from kvtier.tiers.remote.errors import Unreachable, Unsound
 from kvtier.tiers.remote.location import StoreOptions, read_location, read_options
-from tests.tiers.remote.docked_store import DockedStoreTests, eventually
+from tests.tiers.remote.store_tests import (
+    CodedStoreTests,
+    Place,
+    StoreSuite,
+    StoreTests,
+    eventually,
+)
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 
@@ -98,11 +106,7 @@ class ShelfClient(BounceClient):
         return len(value)
 
     def write(
-        self,
-        keys: Sequence[BlockKey],
-        begins: Addresses,
-        sizes: Sequence[int],
-        is_wanted: IsWanted,
+        self, keys: Sequence[BlockKey], begins: Addresses, sizes: Sequence[int], is_wanted: IsWanted
     ) -> list[Outcome]:
         for key, begin, size in zip(keys, begins.tolist(), sizes, strict=True):
             self.shelf.pass_on()
@@ -123,9 +127,15 @@ class ShelfClient(BounceClient):
 Connect = Callable[[BounceRows], BounceClient]
 
 
-def over(connect: Connect, num_blocks: int = 64, query: str = "") -> BouncedTier:
+def over(
+    connect: Connect,
+    num_blocks: int = 64,
+    query: str = "",
+    group: KVGroup = GROUP,
+    coding: CodingConfig = DEFAULT_CODING,
+) -> BouncedTier:
     location = read_location("shelf", f"//here?{query}")
-    site = StorageSite("shelf", "", GROUP, num_blocks * GROUP.bytes_per_block)
+    site = StorageSite("shelf", "", group, num_blocks * group.bytes_per_block, coding=coding)
     return BouncedTier(site, location, read_options(StoreOptions, location), connect)
 
 
@@ -133,42 +143,37 @@ def tier_of(shelf: Shelf, num_blocks: int = 64, query: str = "") -> BouncedTier:
     return over(lambda rows: ShelfClient(shelf, rows), num_blocks, query)
 
 
-class TestBouncedTier(StorageSuite):
-    shelf = Shelf()
-
-    def make_storage(self, num_blocks: int) -> StorageTier:
-        self.shelf = Shelf()
-        return tier_of(self.shelf, num_blocks)
-
-    def reopen(self, storage: StorageTier) -> StorageTier:
-        return tier_of(self.shelf, storage.num_blocks)
-
-    def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
-        value = self.shelf.values[key]
-        self.shelf.values[key] = value[:-3] + bytes([value[-3] ^ 1]) + value[-2:]
-        return True
-
-    @contextmanager
-    def stall(self, storage: StorageTier, num_blocks: int) -> Iterator[None]:
-        with self.shelf.stalled(num_blocks):
-            yield
-
-
-class TestDocked(DockedStoreTests):
-    num_flips = 300
-
+class ShelfPlace(Place):
     @pytest.fixture(autouse=True)
     def _shelves(self) -> None:
         self.shelves: dict[str, Shelf] = {}
 
-    def open_tier(self, place: str, num_blocks: int = 64, **options: object) -> StorageTier:
-        return tier_of(self.shelves.setdefault(place, Shelf()), num_blocks)
+    def open_tier(
+        self, place: str, num_blocks: int = 64, *shape: Any, **options: Any
+    ) -> StorageTier:
+        shelf = self.shelves.setdefault(place, Shelf())
+        return over(lambda rows: ShelfClient(shelf, rows), num_blocks, "", *shape)
 
     def value(self, place: str, key: BlockKey) -> bytes:
         return self.shelves[place].values[key]
 
     def replace(self, place: str, key: BlockKey, content: bytes) -> None:
         self.shelves[place].values[key] = content
+
+
+class TestBouncedTier(ShelfPlace, StoreSuite):
+    @contextmanager
+    def stall(self, storage: StorageTier, num_blocks: int) -> Iterator[None]:
+        with self.shelves[self.prefix].stalled(num_blocks):
+            yield
+
+
+class TestBounced(ShelfPlace, StoreTests):
+    num_flips = 300
+
+
+class TestCoded(ShelfPlace, CodedStoreTests):
+    num_changes = 120
 
 
 # -- late writes -----------------------------------------------------------------------------------

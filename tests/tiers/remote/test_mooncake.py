@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -13,16 +12,18 @@ from typing import Any
 
 import pytest
 
-from kvtier.core.errors import ConfigError
-from kvtier.core.system.plugins import load_plugin
 from kvtier.core.types import BlockKey
-from kvtier.testing import StorageSuite
-from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User, stored_key
-from kvtier.tiers import Outcome, StorageSite, StorageTier
+from kvtier.tiers import Outcome, StorageTier
 from tests.kit.servers import MooncakeMaster, free_port, has_mooncake
-from tests.tiers.remote.coded_store import KEYS, CodedStoreTests
-from tests.tiers.remote.docked_store import DockedStoreTests, eventually
+from tests.tiers.remote.store_tests import (
+    CodedStoreTests,
+    Place,
+    StoreSuite,
+    StoreTests,
+    eventually,
+    open_store,
+)
 
 pytestmark = pytest.mark.skipif(
     has_mooncake() is None, reason="no Mooncake: make test-stores installs it"
@@ -55,53 +56,35 @@ def client_of(master: MooncakeMaster) -> Any:
     return made
 
 
-def open_tier(address: str, prefix: str, num_blocks: int = 64, **options: object) -> StorageTier:
-    given = "".join(f"&{name}={value}" for name, value in options.items())
-    rest = f"//{address}?prefix={prefix}:{given}"
-    site = StorageSite("mooncake", rest, GROUP, num_blocks * GROUP.bytes_per_block)
-    made = load_plugin("tiers", "mooncake")(site)
-    assert isinstance(made, StorageTier)
-    return made
+def open_tier(address: str, prefix: str, num_blocks: int = 64, **options: Any) -> StorageTier:
+    return open_store(f"mooncake://{address}", num_blocks, prefix=f"{prefix}:", **options)
 
 
 def docks(tier: StorageTier) -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name.startswith(f"kvtier {tier.name}")]
 
 
-class Values:
-    """Values of a store, by prefix and key."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def get(self, prefix: str, key: BlockKey) -> bytes:
-        return bytes(self._store.get(f"{prefix}:{key.hex()}"))
-
-    def replace(self, prefix: str, key: BlockKey, content: bytes) -> None:
-        name = f"{prefix}:{key.hex()}"
-        self._store.remove(name, True)
-        assert self._store.put(name, content) == 0
-
-
-class TestMooncakeTier(StorageSuite):
+class MooncakePlace(Place):
     @pytest.fixture(autouse=True)
     def _store(self, master: MooncakeMaster, store: Any) -> None:
-        self.master, self.values = master, Values(store)
-        self.prefix = ""
+        self.master, self.store = master, store
 
-    def make_storage(self, num_blocks: int) -> StorageTier:
-        self.prefix = os.urandom(8).hex()
-        return open_tier(self.master.address, self.prefix, num_blocks)
+    def open_tier(
+        self, place: str, num_blocks: int = 64, *shape: Any, **options: Any
+    ) -> StorageTier:
+        url = f"mooncake://{self.master.address}"
+        return open_store(url, num_blocks, *shape, prefix=f"{place}:", **options)
 
-    def reopen(self, storage: StorageTier) -> StorageTier:
-        return open_tier(self.master.address, self.prefix, storage.num_blocks)
+    def value(self, place: str, key: BlockKey) -> bytes:
+        return bytes(self.store.get(f"{place}:{key.hex()}"))
 
-    def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
-        content = self.values.get(self.prefix, key)
-        changed = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
-        self.values.replace(self.prefix, key, changed)
-        return True
+    def replace(self, place: str, key: BlockKey, content: bytes) -> None:
+        name = f"{place}:{key.hex()}"
+        self.store.remove(name, True)
+        assert self.store.put(name, content or b"\0") == 0  # it stores no empty values
 
+
+class TestMooncakeTier(MooncakePlace, StoreSuite):
     def hang(self, storage: StorageTier) -> AbstractContextManager[None]:
         return self.master.frozen()
 
@@ -111,47 +94,12 @@ class TestMooncakeTier(StorageSuite):
         super().test_agrees_with_a_dictionary()
 
 
-class TestMooncake(DockedStoreTests):
-    @pytest.fixture(autouse=True)
-    def _store(self, master: MooncakeMaster, store: Any) -> None:
-        self.master, self.values = master, Values(store)
-
-    def open_tier(self, place: str, num_blocks: int = 64, **options: object) -> StorageTier:
-        return open_tier(self.master.address, place, num_blocks, **options)
-
-    def value(self, place: str, key: BlockKey) -> bytes:
-        return self.values.get(place, key)
-
-    def replace(self, place: str, key: BlockKey, content: bytes) -> None:
-        self.values.replace(place, key, content)
-
-    def test_dropped_for_good_is_gone_for_all(self) -> None:
-        first, second = (self.open_tier("drops") for _ in range(2))
-        User(first).put(1, 2)
-        User(first).drop(1)
-        assert User(second).find(1) == [THERE], "others may use it still"
-        User(first).drop(1, for_good=True)
-        assert User(second).find(1) == [ABSENT]
-        first.close()
-        second.close()
+class TestMooncake(MooncakePlace, StoreTests):
+    pass
 
 
-class TestCoded(CodedStoreTests):
-    scheme = "mooncake"
+class TestCoded(MooncakePlace, CodedStoreTests):
     num_changes = 120
-
-    @pytest.fixture(autouse=True)
-    def _store(self, master: MooncakeMaster, store: Any) -> None:
-        self.master, self.values = master, Values(store)
-
-    def place(self, prefix: str) -> str:
-        return f"//{self.master.address}?prefix=coded-{prefix}:"
-
-    def stored(self, prefix: str, at: int) -> bytes:
-        return self.values.get(f"coded-{prefix}", KEYS[at])
-
-    def replace(self, prefix: str, at: int, value: bytes) -> None:
-        self.values.replace(f"coded-{prefix}", KEYS[at], value or b"\0")
 
 
 # -- a store that fails ----------------------------------------------------------------------------
@@ -272,24 +220,7 @@ def test_full_store_makes_room_and_is_never_wrong(tmp_path: Path) -> None:
     master.close()
 
 
-# -- what is written wrongly -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rest", "sentence"),
-    [
-        ("127.0.0.1", "no place"),
-        ("//", "no master"),
-        ("//h?prefx=a", "did you mean 'prefix'"),
-        ("//h?protocol=udp", "write tcp or rdma"),
-        ("//h?segment_bytes=1MiB", "16MiB at least"),
-        ("//me:secret@h", "knows no users"),
-    ],
-)
-def test_bad_location_is_one_sentence(rest: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence) as caught:
-        load_plugin("tiers", "mooncake")(StorageSite("store", rest, GROUP, 1 << 20))
-    assert "secret@" not in str(caught.value)
+# -- names -----------------------------------------------------------------------------------------
 
 
 def test_key_of_the_store_is_the_prefix_and_the_block_key_in_hex(store: Any, master: Any) -> None:

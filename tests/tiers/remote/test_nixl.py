@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -13,20 +12,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 
 from kvtier.core.errors import ConfigError, TierError
-from kvtier.core.system.plugins import load_plugin
 from kvtier.core.types import BlockKey
-from kvtier.testing import StorageSuite
-from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User, stored_key
-from kvtier.tiers import Outcome, StorageSite, StorageTier
+from kvtier.tiers import Outcome, StorageTier
 from kvtier.tiers.remote.envelope import HEADER_BYTES
-from tests.tiers.remote.coded_store import KEYS, CodedStoreTests
-from tests.tiers.remote.docked_store import DockedStoreTests, eventually
+from tests.tiers.remote.store_tests import (
+    CodedStoreTests,
+    Place,
+    StoreSuite,
+    StoreTests,
+    eventually,
+    open_store,
+)
 
 pytestmark = pytest.mark.skipif(
     find_spec("nixl") is None, reason="no NIXL: make test-stores installs it"
@@ -36,13 +37,9 @@ THERE, ABSENT, DAMAGED, FAILED = Outcome
 QUEUES = ("use_aio", "use_uring")
 
 
-def open_tier(place: str, num_blocks: int = 64, **options: object) -> StorageTier:
+def open_tier(place: str, num_blocks: int = 64, **options: Any) -> StorageTier:
     """Open a tier. place: the part of the URL behind "nixl://"."""
-    query = "&".join(f"{name}={quote(str(value))}" for name, value in options.items())
-    site = StorageSite("nixl", f"//{place}?{query}", GROUP, num_blocks * GROUP.bytes_per_block)
-    made = load_plugin("tiers", "nixl")(site)
-    assert isinstance(made, StorageTier)
-    return made
+    return open_store(f"nixl://{place}", num_blocks, **options)
 
 
 def file_of(folder: Path, key: BlockKey) -> Path:
@@ -74,30 +71,34 @@ class Gate:
             self._open.set()
 
 
-class TestFilesTier(StorageSuite):
+class FilesPlace(Place):
+    params = ""
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    def open_tier(
+        self, place: str, num_blocks: int = 64, *shape: Any, **options: Any
+    ) -> StorageTier:
+        url, options = f"nixl://POSIX{self.folder}/{place}", {"params": self.params, **options}
+        return open_store(url, num_blocks, *shape, **options)
+
+    def value(self, place: str, key: BlockKey) -> bytes:
+        return file_of(self.folder / place, key).read_bytes()
+
+    def replace(self, place: str, key: BlockKey, content: bytes) -> None:
+        path = file_of(self.folder / place, key)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+
+
+class TestFilesTier(FilesPlace, StoreSuite):
     params = "use_aio=true"
 
     @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.base, self.gate = tmp_path, Gate(monkeypatch)
-        self.folder = tmp_path
-
-    def make_storage(self, num_blocks: int) -> StorageTier:
-        self.folder = self.base / uuid.uuid4().hex
-        return self.over(num_blocks)
-
-    def over(self, num_blocks: int) -> StorageTier:
-        return open_tier(f"POSIX{self.folder}", num_blocks, params=self.params)
-
-    def reopen(self, storage: StorageTier) -> StorageTier:
-        return self.over(storage.num_blocks)
-
-    def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
-        path = file_of(self.folder, key)
-        content = bytearray(path.read_bytes())
-        content[96 + storage.bytes_per_block - 3] ^= 1
-        path.write_bytes(content)
-        return True
+    def _gate(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate = Gate(monkeypatch)
 
     def hang(self, storage: StorageTier) -> Any:
         return self.gate.closed()
@@ -115,22 +116,7 @@ class TestFilesTierWithUring(TestFilesTier):
     params = "use_uring=true"
 
 
-class TestFiles(DockedStoreTests):
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path) -> None:
-        self.folder = tmp_path
-
-    def open_tier(self, place: str, num_blocks: int = 64, **options: object) -> StorageTier:
-        return open_tier(f"POSIX{self.folder}/{place}", num_blocks, **options)
-
-    def value(self, place: str, key: BlockKey) -> bytes:
-        return file_of(self.folder / place, key).read_bytes()
-
-    def replace(self, place: str, key: BlockKey, content: bytes) -> None:
-        path = file_of(self.folder / place, key)
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content)
-
+class TestFiles(FilesPlace, StoreTests):
     def test_file_that_was_not_finished_is_none(self) -> None:
         """A killed process leaves such a file."""
         tier = self.open_tier("killed")
@@ -274,24 +260,7 @@ class TestFiles(DockedStoreTests):
 
 
 @pytest.mark.slow
-class TestCoded(CodedStoreTests):
-    scheme = "nixl"
-
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path) -> None:
-        self.folder = tmp_path
-
-    def place(self, prefix: str) -> str:
-        return f"//POSIX{self.folder}/{prefix}?direct=true"
-
-    def stored(self, prefix: str, at: int) -> bytes:
-        return file_of(self.folder / prefix, KEYS[at]).read_bytes()
-
-    def replace(self, prefix: str, at: int, value: bytes) -> None:
-        path = file_of(self.folder / prefix, KEYS[at])
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(value)
-
+class TestCoded(FilesPlace, CodedStoreTests):
     def is_meant(self, value: bytes, original: bytes) -> bool:
         """Bytes behind the value, in whole pages, have no meaning."""
         num_meant = HEADER_BYTES + int.from_bytes(original[16:24], "little")

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -68,12 +69,12 @@ def make_old(server: ValkeyServer, name: bytes, idle_s: float = 10 * DAY_S) -> N
 
 
 def location_of(server: ValkeyServer, prefix: str) -> str:
-    return f"valkey://127.0.0.1:{server.port}?prefix={prefix.replace('?', '%3F')}:"
+    return f"valkey://127.0.0.1:{server.port}?prefix={quote(prefix)}:"
 
 
 @needs_valkey
 def test_blocks_that_nobody_used_go_and_nothing_else(server: ValkeyServer, prefix: str) -> None:
-    tier = open_tier(server.port, prefix.replace("?", "%3F"))
+    tier = open_tier(server.port, prefix)
     user = User(tier)
     user.put(*range(6))
     strange = [name_of(prefix, 20), name_of(prefix, 0)[:-1], b"other:" + stored_key(21)]
@@ -99,7 +100,7 @@ def test_blocks_that_nobody_used_go_and_nothing_else(server: ValkeyServer, prefi
 
 @needs_valkey
 def test_blocks_that_were_used_last_are_kept(server: ValkeyServer, prefix: str) -> None:
-    tier = open_tier(server.port, prefix.replace("?", "%3F"))
+    tier = open_tier(server.port, prefix)
     User(tier).put(*range(5))
     for number in range(5):
         make_old(server, name_of(prefix, number), 1000 * (number + 1))
@@ -114,7 +115,7 @@ def test_blocks_that_were_used_last_are_kept(server: ValkeyServer, prefix: str) 
 
 @needs_valkey
 def test_what_is_not_ours_takes_no_room_from_ours(server: ValkeyServer, prefix: str) -> None:
-    tier = open_tier(server.port, prefix.replace("?", "%3F"))
+    tier = open_tier(server.port, prefix)
     User(tier).put(*range(3))
     for number in (20, 21):
         server.tell(b"SET", name_of(prefix, number), bytes(100 * VALUE_BYTES))
@@ -130,7 +131,7 @@ def test_what_is_not_ours_takes_no_room_from_ours(server: ValkeyServer, prefix: 
 
 @needs_valkey
 def test_damaged_block_is_left_alone(server: ValkeyServer, prefix: str) -> None:
-    tier = open_tier(server.port, prefix.replace("?", "%3F"))
+    tier = open_tier(server.port, prefix)
     User(tier).put(1, 2)
     value = server.tell(b"GET", name_of(prefix, 1))
     assert isinstance(value, bytes)
@@ -238,7 +239,7 @@ def run(*words: str) -> Result:
 
 @needs_valkey
 def test_commands_say_what_is_there_and_what_goes(server: ValkeyServer, prefix: str) -> None:
-    tier = open_tier(server.port, prefix.replace("?", "%3F"))
+    tier = open_tier(server.port, prefix)
     User(tier).put(*range(3))
     make_old(server, name_of(prefix, 1))
     url = location_of(server, prefix)

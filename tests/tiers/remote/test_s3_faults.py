@@ -19,6 +19,7 @@ from kvtier.layout import DType, full_attention
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome
 from kvtier.tiers.remote.s3 import pack_reader
+from tests.kit.effort import effort
 from tests.kit.proxy import Proxy
 from tests.kit.servers import find_binary, make_bucket, port_of, seaweed
 from tests.tiers.remote.bucket import SECRET_KEY, Bucket
@@ -47,7 +48,16 @@ def test_flipped_bits_never_become_wrong_bytes(bucket: Bucket) -> None:
     place = random.Random(7)
     tier = bucket.tier()
     seen = set()
-    positions = [0, 8, 12, 16, 24, 40, 4095, *(place.randrange(len(content)) for _ in range(200))]
+    positions = [
+        0,
+        8,
+        12,
+        16,
+        24,
+        40,
+        4095,
+        *(place.randrange(len(content)) for _ in range(effort(1000))),
+    ]
     for position in positions:
         spoiled = bytearray(content)
         spoiled[position] ^= 1 << place.randrange(8)

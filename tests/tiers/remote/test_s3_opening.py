@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 
 import pytest
 
@@ -81,24 +80,6 @@ def test_missing_credentials_are_said_to_be_missing(
 def test_bucket_that_is_missing_is_named(bucket: Bucket) -> None:
     with pytest.raises(ConfigError, match="there is no bucket 'nothing-here'; make it"):
         make_s3(site(f"//nothing-here/x?endpoint={bucket.url}"))
-
-
-@pytest.mark.parametrize(
-    ("location", "words"),
-    [
-        ("bucket", 'write it as "s3://host"'),
-        ("//", "no bucket"),
-        ("//bucket:9000/x", "?endpoint=http://host:port"),
-        ("//bucket/x?endpoint=host:9000", "begins with http:// or https://"),
-        ("//bucket/x?pack_byte=1", "did you mean 'pack_bytes'"),
-        ("//bucket/x?poll_s=soon", "poll_s='soon'; write a number"),
-        ("//bucket/x?requests=0", "requests is 1 at least"),
-        ("//bucket/x?publish_s=0", "publish_s is above 0"),
-    ],
-)
-def test_location_that_can_not_be_meant_is_refused(location: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        make_s3(site(location))
 
 
 def test_capacity_below_one_block_is_refused() -> None:

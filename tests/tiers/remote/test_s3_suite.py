@@ -36,7 +36,7 @@ class TestS3Tier(StorageSuite):
         return self.over(num_blocks)
 
     def over(self, num_blocks: int) -> StorageTier:
-        return self.bucket.storage(num_blocks, url=self.proxy.url, **self.options)
+        return self.bucket.tier(num_blocks, url=self.proxy.url, **self.options)
 
     def reopen(self, storage: StorageTier) -> StorageTier:
         return self.over(storage.num_blocks)

