@@ -5,24 +5,7 @@ from __future__ import annotations
 import random
 
 VALUES: tuple[object, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        2,
-        64,
-        65,
-        2**31,
-        2**53 + 1,
-        2**63,
-        -(2**63),
-        2**64,
-        10**60,
-        10**400,
-    ),
+    *(None, True, False, 0, 1, -1, 2, 64, 65, 2**31, 2**53 + 1, 2**63, -(2**63), 2**64, 10**60),
     *(10**400, 0.5, -0.0, 1e-46, 1e-40, 5e-324, 1e308, float("nan"), float("inf"), -float("inf")),
     *("", " ", "x" * 5000, "\x00", "\u2028", "\ud800", "\U0001f600", "<|im_end|>", "é" * 300),
     *([], {}, [[]], [None], [0], [[0]], [-1], [1, "a"], ["a", "b"], [[1], [2]], [2**70], [1.5]),
@@ -39,9 +22,8 @@ def mutate(value: object, rng: random.Random) -> object:
         if action < 0.1:
             del made[key]
         elif action < 0.2:
-            made[
-                rng.choice(("x", "", "n", "prompt", "messages", "\ud800", "best_of", "k" * 99))
-            ] = rng.choice(VALUES)
+            names = ("x", "", "n", "prompt", "messages", "\ud800", "best_of", "k" * 99)
+            made[rng.choice(names)] = rng.choice(VALUES)
         else:
             made[key] = mutate(made[key], rng)
         return made

@@ -16,11 +16,11 @@ from kvtier.core.errors import CacheError, TierError
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome, StorageSite
-from kvtier.tiers.remote.pruning import make_keeper, prune
 from kvtier.tiers.remote.s3 import objects, tier, upkeep
 from kvtier.tiers.remote.s3.opening import make_s3
 from kvtier.tiers.remote.s3.tier import S3Tier
 from tests.fuzz.mutations import damage
+from tests.fuzz.targets.stores import check, look_after
 from tests.kit.servers import BUCKET
 from tests.tiers.remote.scripted_bucket import Answer, Question, ScriptedBucket, listing, refusal
 
@@ -177,25 +177,7 @@ def attempt(rng: random.Random, folder: Path) -> str:
         check(f"{made.findings()} {made.last_error}")
         made.check_invariants()
         made.close()
-        look_after(server.url)
+        look_after(f"s3://{BUCKET}/fuzz?endpoint={server.url}")
     finally:
         server.close()
     return "used"
-
-
-def look_after(url: str) -> None:
-    """Use the store as ``kvtier remote`` does."""
-    keeper = make_keeper(f"s3://{BUCKET}/fuzz?endpoint={url}")
-    for use in (keeper.test, keeper.entries, lambda: prune(keeper, max_bytes=0)):
-        try:
-            use()
-        except CacheError as error:
-            check(error)
-    keeper.close()
-
-
-def check(said: object) -> None:
-    """Raise where that is nothing that can be shown."""
-    text = str(said)
-    if not text or not text.isprintable() or len(text) > 500:
-        raise ValueError("no sentence that can be printed")

@@ -15,7 +15,7 @@ from kvtier.observe.live.scrape import ScrapeResult
 from kvtier.observe.live.terminal import draw
 
 OUTCOMES = frozenset({"shown", "refused"})
-RECORDED = Path(__file__).parents[2] / "live" / "recorded"
+RECORDED = Path(__file__).parents[2] / "observe" / "live" / "recorded"
 TEXTS = [path.read_text() for path in sorted(RECORDED.glob("*.txt"))]
 VALUES = (
     *("0", "1", "-1", "NaN", "+Inf", "-Inf", "Infinity", "1e308", "1e-320", "9e18", "0x10"),
@@ -26,13 +26,9 @@ LABELS = (
     *("\\n", '\\"', "\\", "x" * 5000, "-1", "nan", "+Inf", "é", "\0", "}", ",", "="),
 )
 NAMES = (
-    *(
-        "kvtier_breaker_state",
-        "kvtier_slots",
-        "kvtier_queued_seconds",
-        "kvtier_saved_seconds_total",
-    ),
-    *("kvtier_return_seconds_bucket", "kvtier_return_seconds_count", "kvtier_used_slots"),
+    *("kvtier_breaker_state", "kvtier_slots", "kvtier_queued_seconds"),
+    *("kvtier_saved_seconds_total", "kvtier_used_slots"),
+    *("kvtier_return_seconds_bucket", "kvtier_return_seconds_count"),
     *("kvtier_returned_blocks_total", "kvtier_evicted_blocks_total", "kvtier_damaged_blocks_total"),
     *("kvtier_hit_blocks_total", "kvtier_prompt_blocks_total", "kvtier_copied_bytes_total"),
 )

@@ -76,15 +76,15 @@ def attempt(rng: random.Random, folder: Path) -> str:
             tier.drop([stored_key(0)], for_good=True)
         check(f"{tier.findings()} {tier.last_error}")
         tier.close()
-        look_after(server.port)
+        look_after(f"valkey://127.0.0.1:{server.port}?prefix=fuzz:")
     finally:
         server.close()
     return "used"
 
 
-def look_after(port: int) -> None:
+def look_after(url: str) -> None:
     """Use the store as ``kvtier remote`` does."""
-    keeper = make_keeper(f"valkey://127.0.0.1:{port}?prefix=fuzz:")
+    keeper = make_keeper(url)
     for use in (keeper.test, keeper.entries, lambda: prune(keeper, max_bytes=0)):
         try:
             use()
