@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from kvtier.core.errors import install_command
-from kvtier.tiers.remote.valkey.resp import RespConnection, command
+from kvtier.tiers.remote.valkey.resp import RespConnection
 
 PATIENCE_S = 30.0
 
@@ -99,8 +99,7 @@ class ValkeyServer:
     def tell(self, *words: bytes) -> object:
         """Return the server's answer to a command."""
         line = RespConnection("127.0.0.1", self.port, None, time.monotonic() + 10)
-        line.send([command(*words)])
-        answer = line.reply()
+        answer = line.execute(*words)
         line.close()
         return answer
 

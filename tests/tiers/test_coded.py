@@ -12,20 +12,16 @@ import pytest
 
 from kvtier.core.config import CodingConfig
 from kvtier.core.errors import ConfigError, TierError
-from kvtier.core.types import BlockKey, BlockName
+from kvtier.core.types import BlockKey
 from kvtier.layout import opaque
 from kvtier.testing import MemoryStorage, StorageSuite, StoredBlocks
-from kvtier.testing.codec_suite import KINDS
-from kvtier.testing.storage_user import NAMESPACE, TIMEOUT_S, Scattered, cuts, stored_key
+from kvtier.testing.storage_user import TIMEOUT_S, Scattered, cuts
 from kvtier.tiers import Outcome, StorageFacts, StorageSite, StorageTier
 from kvtier.tiers.wrappers import CodedTier
 from kvtier.tiers.wrappers.coded import open_coded
+from tests.tiers.remote.store_tests import BLOCK_BYTES, KEYS, NAMES, NUM, content, filled
 
 EXAMPLE = Path(__file__).parents[2] / "examples/file_store/kvtier_file_store.py"
-BLOCK_BYTES = 16 << 10
-NUM = 6
-KEYS = [stored_key(number) for number in range(NUM)]
-NAMES = [BlockName(NAMESPACE, at, key) for at, key in enumerate(KEYS)]
 CODINGS = {
     "lossless": CodingConfig("lossless"),
     "encrypted": CodingConfig("none", "env:FIRST"),
@@ -56,19 +52,6 @@ def opened(folder: Path, coding: CodingConfig) -> StorageTier:
     made = open_coded(file_store(), site)
     assert isinstance(made, StorageTier)
     return made
-
-
-def content(at: int) -> bytes:
-    """Return the bytes of a block; those of the last one do not shrink."""
-    kind, first = ("random", 0) if at == NUM - 1 else ("bfloat16", at * BLOCK_BYTES)
-    return KINDS[kind][first : first + BLOCK_BYTES].tobytes()
-
-
-def filled() -> Scattered:
-    memory = Scattered(NUM, cuts(BLOCK_BYTES)["unequal pieces"])
-    for at in range(NUM):
-        memory.write(at, content(at))
-    return memory
 
 
 def files(folder: Path) -> list[bytes]:

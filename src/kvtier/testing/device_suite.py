@@ -61,7 +61,7 @@ class DeviceSuite(ABC):
         device = self.make_device()
         batch, before, sent = self._batch(device, rng, direction, num_copies)
         device.copy(batch, direction)
-        np.testing.assert_array_equal(self._dst(batch, direction), _apply(batch, sent, before))
+        self._check(batch, direction, before, sent)
         np.testing.assert_array_equal(self._src(batch, direction), sent)
 
     @pytest.mark.parametrize("direction", Direction)
@@ -69,8 +69,7 @@ class DeviceSuite(ABC):
         rng = np.random.default_rng(0)
         device = self.make_device()
         batch, _, sent = self._batch(device, rng, direction, 1)
-        start, size = np.zeros(1, np.int64), np.array([SIZE], np.int64)
-        device.copy(CopyBatch(batch.src, batch.dst, start, start, size), direction)
+        device.copy(_whole(batch.src, batch.dst), direction)
         np.testing.assert_array_equal(self._dst(batch, direction), sent)
 
     @pytest.mark.parametrize("direction", Direction)
@@ -113,29 +112,27 @@ class DeviceSuite(ABC):
         for thread in threads:
             thread.join()
         for direction, (batch, before, sent) in made.items():
-            np.testing.assert_array_equal(self._dst(batch, direction), _apply(batch, sent, before))
+            self._check(batch, direction, before, sent)
 
     # -- order against compute ---------------------------------------------------------------------
 
     def test_store_after_a_fence_sees_the_work_before_it(self) -> None:
         device = self.make_device()
         pool, host = self.make_memory(SIZE), self.make_host_memory(device, SIZE)
-        start, size = np.zeros(1, np.int64), np.array([SIZE], np.int64)
         for value in range(1, 20):
             self.compute(pool, value)
             device.fence().wait()
-            device.copy(CopyBatch(pool, host, start, start, size), Direction.STORE)
+            device.copy(_whole(pool, host), Direction.STORE)
             assert (memory_bytes(host) == value).all()
 
     def test_copies_held_for_a_fence_see_the_work_before_it(self) -> None:
         device = self.make_device()
         pool, host = self.make_memory(SIZE), self.make_host_memory(device, SIZE)
-        start, size = np.zeros(1, np.int64), np.array([SIZE], np.int64)
         queue = device.queue(Direction.STORE)
         for value in range(1, 20):
             self.compute(pool, value)
             queue.hold_for(device.fence())
-            queue.submit(CopyBatch(pool, host, start, start, size))
+            queue.submit(_whole(pool, host))
             done = queue.fence()
             done.wait()
             assert done.passed
@@ -144,11 +141,10 @@ class DeviceSuite(ABC):
     def test_compute_held_for_a_fence_comes_after_the_copies(self) -> None:
         device = self.make_device()
         pool, host = self.make_memory(SIZE), self.make_host_memory(device, SIZE)
-        start, size = np.zeros(1, np.int64), np.array([SIZE], np.int64)
         queue = device.queue(Direction.LOAD)
         for value in range(1, 20):
             queue.hold_for(device.fence())
-            queue.submit(CopyBatch(host, pool, start, start, size))
+            queue.submit(_whole(host, pool))
             copied = queue.fence()
             copied.hold_compute()
             self.compute(pool, value)
@@ -162,7 +158,7 @@ class DeviceSuite(ABC):
         queue = device.queue(Direction.STORE)
         queue.submit(batch)
         queue.drain()
-        np.testing.assert_array_equal(memory_bytes(batch.dst), _apply(batch, sent, before))
+        self._check(batch, Direction.STORE, before, sent)
 
     def test_a_further_queue_copies_beside_the_others(self) -> None:
         device = self.make_device()
@@ -180,15 +176,14 @@ class DeviceSuite(ABC):
         copier.join()
         queue.close()
         for batch, before, sent in (usual, further):
-            arrived = self._dst(batch, Direction.LOAD)
-            np.testing.assert_array_equal(arrived, _apply(batch, sent, before))
+            self._check(batch, Direction.LOAD, before, sent)
 
     def test_a_closed_device_gave_everything_back(self) -> None:
         device = self.make_device()
         batch, before, sent = self._batch(device, np.random.default_rng(7), Direction.LOAD, 5)
         device.copy(batch, Direction.LOAD)
         device.close()
-        np.testing.assert_array_equal(self._dst(batch, Direction.LOAD), _apply(batch, sent, before))
+        self._check(batch, Direction.LOAD, before, sent)
 
     def test_fence_may_be_waited_for_twice_and_on_another_thread(self) -> None:
         fence = self.make_device().fence()
@@ -205,8 +200,7 @@ class DeviceSuite(ABC):
         arena, pool = host_memory(SIZE), self.make_memory(SIZE)
         memory_bytes(arena)[:] = 7
         locked = device.page_lock(arena)
-        start, size = np.zeros(1, np.int64), np.array([SIZE], np.int64)
-        device.copy(CopyBatch(arena, pool, start, start, size), Direction.LOAD)
+        device.copy(_whole(arena, pool), Direction.LOAD)
         assert (self.content(pool) == 7).all()
         if locked:
             device.unlock(arena)
@@ -240,6 +234,14 @@ class DeviceSuite(ABC):
             sent,
         )
 
+    def _check(self, batch: CopyBatch, direction: Direction, before: Bytes, sent: Bytes) -> None:
+        """Compare the destination with plain copies in order."""
+        after = before.copy()
+        rows = zip(batch.src_offset, batch.dst_offset, batch.size, strict=True)
+        for at, to, size in (map(int, row) for row in rows):
+            after[to : to + size] = sent[at : at + size]
+        np.testing.assert_array_equal(self._dst(batch, direction), after)
+
     def _dst(self, batch: CopyBatch, direction: Direction) -> Bytes:
         if direction is Direction.LOAD:
             return self.content(batch.dst)
@@ -251,11 +253,7 @@ class DeviceSuite(ABC):
         return memory_bytes(batch.src).copy()
 
 
-def _apply(batch: CopyBatch, sent: Bytes, before: Bytes) -> Bytes:
-    """Return the expected content of the destination, by plain copies in order."""
-    after = before.copy()
-    for at, to, size in zip(
-        batch.src_offset.tolist(), batch.dst_offset.tolist(), batch.size.tolist(), strict=True
-    ):
-        after[to : to + size] = sent[at : at + size]
-    return after
+def _whole(src: Memory, dst: Memory) -> CopyBatch:
+    """Return the copy of one memory to another one."""
+    start = np.zeros(1, np.int64)
+    return CopyBatch(src, dst, start, start, np.array([SIZE], np.int64))

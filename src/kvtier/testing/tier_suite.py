@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,6 +13,13 @@ from kvtier.core.types import Slot
 from kvtier.devices.base import CopyBatch, Device, Direction, Finding
 from kvtier.testing.memory import host_memory, memory_bytes
 from kvtier.tiers.base import MemoryTier, SlotAllocator
+
+
+def _allocate(tier: SlotAllocator, num_slots: int) -> Sequence[Slot]:
+    """Allocate slots, of which there are enough."""
+    slots = tier.allocate(num_slots)
+    assert slots is not None
+    return slots
 
 
 class AllocatorSuite(ABC):
@@ -28,8 +36,7 @@ class AllocatorSuite(ABC):
 
     def test_capacity_is_a_hard_bound(self) -> None:
         tier = self.make_tier(4)
-        slots = tier.allocate(4)
-        assert slots is not None
+        slots = _allocate(tier, 4)
         assert sorted(slots) == [0, 1, 2, 3]
         assert tier.num_free == 0
         assert tier.allocate(1) is None
@@ -40,8 +47,7 @@ class AllocatorSuite(ABC):
         tier = self.make_tier(4)
         assert tier.allocate(5) is None
         assert tier.num_free == 4
-        taken = tier.allocate(3)
-        assert taken is not None
+        taken = _allocate(tier, 3)
         assert tier.allocate(2) is None
         assert tier.num_free == 1
         tier.free(taken)
@@ -59,16 +65,14 @@ class AllocatorSuite(ABC):
         with pytest.raises(ValueError, match="-2"):
             tier.allocate(-2)
         assert tier.num_free == 3
-        slots = tier.allocate(3)
-        assert slots is not None
+        slots = _allocate(tier, 3)
         tier.free(slots)
         tier.close()
 
     def test_neighbours_are_preferred(self) -> None:
         """An empty tier has a run of any length."""
         tier = self.make_tier(16)
-        slots = tier.allocate(7)
-        assert slots is not None
+        slots = _allocate(tier, 7)
         assert slots == list(range(slots[0], slots[0] + 7))
         tier.free(slots)
         tier.close()
@@ -76,8 +80,7 @@ class AllocatorSuite(ABC):
     @pytest.mark.parametrize("slot", [-1, 3, 2**40])
     def test_freeing_what_the_tier_does_not_have_is_noticed(self, slot: int) -> None:
         tier = self.make_tier(3)
-        slots = tier.allocate(3)
-        assert slots is not None
+        slots = _allocate(tier, 3)
         with pytest.raises(ValueError, match=str(slot)):
             tier.free([Slot(slot)])
         assert tier.num_free == 0
@@ -86,8 +89,7 @@ class AllocatorSuite(ABC):
 
     def test_freeing_twice_is_noticed(self) -> None:
         tier = self.make_tier(3)
-        slots = tier.allocate(2)
-        assert slots is not None
+        slots = _allocate(tier, 2)
         tier.free(slots)
         with pytest.raises(AssertionError):
             tier.free(slots)
@@ -96,8 +98,7 @@ class AllocatorSuite(ABC):
 
     def test_freeing_twice_in_one_call_is_noticed(self) -> None:
         tier = self.make_tier(3)
-        slots = tier.allocate(1)
-        assert slots is not None
+        slots = _allocate(tier, 1)
         with pytest.raises(AssertionError):
             tier.free([*slots, *slots])
         assert tier.num_free == 2

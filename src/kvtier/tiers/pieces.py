@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -104,23 +103,21 @@ class Pieces:
 
     def views(self, at: int) -> list[memoryview]:
         """Return writable views of the pieces of one block; host memory only."""
+        assert self.wanted[at].all(), "a block in part, which only a disk reads"
+        places = zip(self.addresses[at].tolist(), self.sizes.tolist(), strict=True)
         return [
             memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-            for address, size in self._pieces_of(at)
+            for address, size in places
         ]
 
     def read(self, at: int) -> bytes:
         """Return a copy of the bytes of one block; host memory only."""
-        return b"".join(ctypes.string_at(address, size) for address, size in self._pieces_of(at))
+        return b"".join(self.views(at))
 
     def write(self, at: int, content: bytes | bytearray | memoryview) -> None:
         """Copy ``content`` into the pieces of one block; host memory only."""
         assert len(content) == self.block_bytes, "not the bytes of one block"
         begin = 0
-        for address, size in self._pieces_of(at):
-            ctypes.memmove(address, bytes(content[begin : begin + size]), size)
-            begin += size
-
-    def _pieces_of(self, at: int) -> Iterator[tuple[int, int]]:
-        assert self.wanted[at].all(), "a block in part, which only a disk reads"
-        return zip(self.addresses[at].tolist(), self.sizes.tolist(), strict=True)
+        for view in self.views(at):
+            view[:] = content[begin : begin + len(view)]
+            begin += len(view)

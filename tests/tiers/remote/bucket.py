@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from urllib.parse import quote
 
 from kvtier.core.config import DEFAULT_CODING, CodingConfig
 from kvtier.layout import KVGroup
 from kvtier.testing.storage_suite import GROUP
+from kvtier.testing.storage_user import Scattered, cuts, stored_bytes, stored_key
 from kvtier.tiers import StorageSite
+from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.location import read_location
 from kvtier.tiers.remote.s3.objects import Objects
 from kvtier.tiers.remote.s3.opening import S3Options, make_s3
+from kvtier.tiers.remote.s3.pack_reader import PackReader
+from kvtier.tiers.remote.s3.packs import PackShape
 from kvtier.tiers.remote.s3.tier import S3Tier
 from tests.kit.servers import BUCKET
+from tests.tiers.remote.store_tests import closed_later
 
 KEY_ID = "AKIDKVTIERTEST"
 SECRET_KEY = "not-to-be-seen-anywhere"
@@ -60,7 +64,7 @@ class Bucket:
         capacity_bytes = num_blocks * group.bytes_per_block
         tier = make_s3(StorageSite("s3", location, group, capacity_bytes, coding=coding))
         assert isinstance(tier, S3Tier)
-        return tier
+        return closed_later(tier)
 
     def objects(self) -> Objects:
         """Return a client of this prefix, as a tier makes it."""
@@ -83,11 +87,26 @@ class Bucket:
         self._obstore.delete(self._store, list(paths))
 
 
-@dataclass
 class OnePack:
-    """Stand-in for a bucket that has one pack."""
+    """Stand-in for a bucket that has one pack, of the blocks ``KEYS``.
 
-    content: bytes
+    memory: of the blocks, in pieces.
+    """
+
+    KEYS = tuple(stored_key(number) for number in range(8))
+    BLOCK_BYTES = 256
+
+    def __init__(self, secret: bytes = b"") -> None:
+        self.shape = PackShape(self.BLOCK_BYTES, 1 << 20)
+        self.envelope = Envelope(self.BLOCK_BYTES, secret)
+        self.memory = Scattered(len(self.KEYS), cuts(self.BLOCK_BYTES)["unequal pieces"])
+        for number, key in enumerate(self.KEYS):
+            self.memory.write(number, stored_bytes(key, self.BLOCK_BYTES))
+        self.content = self.shape.build(self.KEYS, self.memory.pieces, self.envelope)[0].tobytes()
+        self.memory.clear()
+
+    def reader(self) -> PackReader:
+        return PackReader(self, self.shape, self.envelope)  # type: ignore[arg-type]
 
     async def part(self, path: str, start: int, end: int) -> memoryview:
         del path

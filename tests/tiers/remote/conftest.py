@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvtier.tiers import StorageTier
 from tests.kit.proxy import Proxy
 from tests.kit.servers import (
     StoreHttpServer,
@@ -16,6 +17,7 @@ from tests.kit.servers import (
     rclone,
     seaweed,
 )
+from tests.tiers.remote import store_tests
 from tests.tiers.remote.bucket import KEY_ID, SECRET_KEY, Bucket
 
 
@@ -27,6 +29,17 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     for name in ("AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _closed(_credentials: None) -> Iterator[None]:
+    """Close the tiers that the test has opened."""
+    made: list[StorageTier] = []
+    store_tests.opened = made
+    yield
+    store_tests.opened = None
+    for tier in made:
+        tier.close()
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,8 @@ import gc
 import os
 import random
 import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -47,7 +45,19 @@ def open_store(
     """Open a tier. place: URL without options."""
     query = "&".join(f"{name}={quote(str(value))}" for name, value in options.items())
     num_bytes = num_blocks * group.bytes_per_block
-    return make_storage(f"{place}?{query}", group, num_bytes, None, coding)
+    return closed_later(make_storage(f"{place}?{query}", group, num_bytes, None, coding))
+
+
+Tier = TypeVar("Tier", bound=StorageTier)
+opened: list[StorageTier] | None = None
+"""Tiers that a test has opened, which are closed at its end; None outside of a test."""
+
+
+def closed_later(tier: Tier) -> Tier:
+    """Return the tier, which is closed at the end of the test."""
+    if opened is not None:
+        opened.append(tier)
+    return tier
 
 
 class Place(ABC):
@@ -96,16 +106,6 @@ def num_open() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def eventually(what: Callable[[], bool], patience_s: float = 60.0) -> bool:
-    """Return whether ``what`` becomes true within ``patience_s``."""
-    ends_at = time.monotonic() + patience_s
-    while not what():
-        if time.monotonic() > ends_at:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 class StoreTests(Place):
     """Rules of stores."""
 
@@ -118,8 +118,6 @@ class StoreTests(Place):
         assert User(first).put(*range(20)) == [THERE] * 20
         assert User(second).find(*range(20), 99) == [THERE] * 20 + [ABSENT]
         assert User(second).get(*range(20)) == [THERE] * 20
-        first.close()
-        second.close()
 
     def test_more_blocks_than_fit_into_a_call(self) -> None:
         tier = self.open_tier("many", 1000)
@@ -127,7 +125,6 @@ class StoreTests(Place):
         assert user.put(*range(300)) == [THERE] * 300
         assert user.get(*range(290, 310)) == [THERE] * 10 + [ABSENT] * 10
         assert user.get(*range(300)) == [THERE] * 300
-        tier.close()
 
     @pytest.mark.slow
     @pytest.mark.parametrize("secret", ["", "a secret"])
@@ -147,7 +144,6 @@ class StoreTests(Place):
             assert user.get(1) == [DAMAGED]
             assert user.get(1) == [ABSENT], "it would be in the way of the right one"
         assert user.put(1) == user.get(1) == [THERE]
-        tier.close()
 
     def test_value_of_another_length_is_not_taken(self) -> None:
         tier = self.open_tier("lengths")
@@ -158,7 +154,6 @@ class StoreTests(Place):
             self.replace("lengths", stored_key(1), wrong)
             assert user.get(1) == [DAMAGED]
             assert user.put(1) == user.get(1) == [THERE]
-        tier.close()
 
     def test_block_of_another_key_is_not_taken(self) -> None:
         tier = self.open_tier("swapped")
@@ -167,7 +162,6 @@ class StoreTests(Place):
         self.replace("swapped", stored_key(1), self.value("swapped", stored_key(2)))
         assert not self.looks_at_headers or user.find(1) == [ABSENT]
         assert user.get(1, 2) == [DAMAGED, THERE]
-        tier.close()
 
     def test_without_the_secret_nothing_is_believed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stranger = self.open_tier("tags")
@@ -177,8 +171,6 @@ class StoreTests(Place):
         assert not self.looks_at_headers or User(tier).find(1) == [ABSENT]
         assert User(tier).get(1) == [DAMAGED]
         assert User(tier).put(1) == User(tier).get(1) == [THERE]
-        for each in (stranger, tier):
-            each.close()
 
     def test_blocks_of_another_secret_are_neither_used_nor_touched(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -197,8 +189,6 @@ class StoreTests(Place):
         monkeypatch.setenv("KVTIER_STORE_SECRET", " ours\n")
         same = self.open_tier("secrets")
         assert User(same).get(1) == [THERE]
-        for each in (tier, other, same):
-            each.close()
 
     def test_bytes_of_a_value_are_those_of_the_format(self) -> None:
         """Later versions have to read the values of this one."""
@@ -213,7 +203,6 @@ class StoreTests(Place):
         assert value[24:88] == stored_key(7) + bytes(32)
         assert value[92:96] == bytes(4)
         assert value[96 : 96 + len(content)] == content
-        tier.close()
 
     def test_dropped_for_good_is_gone_for_all(self) -> None:
         first, second = (self.open_tier("drops") for _ in range(2))
@@ -222,8 +211,6 @@ class StoreTests(Place):
         assert User(second).find(1) == [THERE], "others may use it still"
         User(first).drop(1, for_good=True)
         assert User(second).find(1, 2) == [ABSENT, THERE]
-        first.close()
-        second.close()
 
     def test_nothing_is_used_after_a_close(self) -> None:
         tier = self.open_tier("closed")
@@ -360,7 +347,6 @@ class CodedStoreTests(Place):
         assert [memory.read(at) for at in range(NUM)] == [content(at) for at in range(NUM)]
         sizes = [len(self.value("mixed", KEYS[at])) for at in range(NUM)]
         assert max(sizes[1], sizes[3], sizes[4]) < 0.9 * min(sizes[0], sizes[2], sizes[5])
-        tier.close()
 
     def test_block_of_another_key_is_replaced_when_it_is_stored_again(self) -> None:
         first, memory = self.open("anew", "first key"), filled()
@@ -379,7 +365,6 @@ class CodedStoreTests(Place):
         third = self.open("anew", "second key")
         memory.clear()
         assert third.get(KEYS, memory.pieces, TIMEOUT_S) == [THERE] * NUM
-        third.close()
 
     @pytest.mark.parametrize("name", ["lossless", "first key", "both"])
     @pytest.mark.parametrize("secret", ["", "ours"])
@@ -412,7 +397,6 @@ class CodedStoreTests(Place):
         assert num_right < num_turns * 3 // 4
         memory.clear()
         assert tier.get(KEYS, memory.pieces, TIMEOUT_S) == [THERE] * NUM
-        tier.close()
 
     def is_meant(self, value: bytes, original: bytes) -> bool:
         """Return whether a store has to detect ``value`` in the place of ``original``."""

@@ -33,12 +33,13 @@ from kvtier.tiers.remote.bounce_workers import (
 from kvtier.tiers.remote.bounced_tier import BouncedTier
 from kvtier.tiers.remote.errors import Unreachable, Unsound
 from kvtier.tiers.remote.location import StoreOptions, read_location, read_options
+from tests.kit.waiting import wait_until
 from tests.tiers.remote.store_tests import (
     CodedStoreTests,
     Place,
     StoreSuite,
     StoreTests,
-    eventually,
+    closed_later,
 )
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
@@ -136,7 +137,8 @@ def over(
 ) -> BouncedTier:
     location = read_location("shelf", f"//here?{query}")
     site = StorageSite("shelf", "", group, num_blocks * group.bytes_per_block, coding=coding)
-    return BouncedTier(site, location, read_options(StoreOptions, location), connect)
+    options = read_options(StoreOptions, location)
+    return closed_later(BouncedTier(site, location, options, connect))
 
 
 def tier_of(shelf: Shelf, num_blocks: int = 64, query: str = "") -> BouncedTier:
@@ -203,8 +205,6 @@ def test_what_comes_late_into_a_dock_is_never_taken_for_a_block() -> None:
         assert User(honest).put(*range(30)) == [THERE] * 30
         seen.update(User(tier).get(*range(30)))  # which compares every byte of the found blocks
     assert DAMAGED in seen, "nothing came late: the test is too slow"
-    honest.close()
-    tier.close()
 
 
 def test_calls_that_never_end_take_a_bounded_number_of_docks() -> None:
@@ -218,9 +218,9 @@ def test_calls_that_never_end_take_a_bounded_number_of_docks() -> None:
             assert hurried.get(0, 1) == [FAILED] * 2
         assert threading.active_count() <= before + 2 * 3 + 1
         assert shelf.num_clients <= 2 * 3 + 1
-    assert eventually(lambda: hurried.get(0, 1) == [THERE] * 2)
+    wait_until(lambda: hurried.get(0, 1) == [THERE] * 2)
     tier.close()
-    assert eventually(lambda: shelf.num_clients == 0), "a client was not closed"
+    wait_until(lambda: shelf.num_clients == 0, "all clients are closed")
 
 
 def test_tier_that_is_closed_while_a_call_hangs_is_closed_later() -> None:
@@ -231,7 +231,7 @@ def test_tier_that_is_closed_while_a_call_hangs_is_closed_later() -> None:
         assert User(tier, timeout_s=0.02).get(1) == [FAILED]
         tier.close()
         assert shelf.num_clients, "one is under way"
-    assert eventually(lambda: shelf.num_clients == 0)
+    wait_until(lambda: shelf.num_clients == 0)
 
 
 # -- a store that fails ----------------------------------------------------------------------------
@@ -244,10 +244,9 @@ def test_store_that_is_not_there_can_come_later() -> None:
     assert "nobody listens" in tier.findings()[0].found
     assert User(tier).get(1) == User(tier).put(1) == [FAILED]
     shelf.trouble = None
-    assert eventually(lambda: User(tier).put(1) == [THERE])
+    wait_until(lambda: User(tier).put(1) == [THERE])
     assert User(tier).get(1) == [THERE]
     assert "answers" in tier.findings()[0].found
-    tier.close()
 
 
 def test_client_that_raises_is_closed_and_another_one_made() -> None:
@@ -259,7 +258,7 @@ def test_client_that_raises_is_closed_and_another_one_made() -> None:
     assert user.get(1) == user.find(1) == user.put(2) == [FAILED]
     assert shelf.num_clients == 0
     shelf.trouble = None
-    assert eventually(lambda: user.get(1) == [THERE])
+    wait_until(lambda: user.get(1) == [THERE])
     tier.close()
 
 
@@ -283,9 +282,8 @@ def test_store_that_shows_itself_unfit_later_is_never_used() -> None:
     shelf.trouble = Unreachable("nobody listens")
     tier = over(lambda rows: Broken(shelf, rows))
     shelf.trouble = None
-    assert eventually(lambda: User(tier).put(1) == [FAILED] and "else" in str(tier.findings()))
+    wait_until(lambda: User(tier).put(1) == [FAILED] and "else" in str(tier.findings()))
     assert not shelf.values
-    tier.close()
 
 
 # -- rows ------------------------------------------------------------------------------------------

@@ -99,7 +99,6 @@ def test_blocks_of_a_coded_pack_are_read_by_one_request_each_way(bucket: Bucket)
         assert reader.get(keys, memory.pieces.pick(some), TIMEOUT_S) == [THERE] * len(some)
         assert [memory.read(at) for at in some] == [content(at) for at in some]
     reader.check_invariants()
-    reader.close()
 
 
 def test_bucket_of_plain_blocks_is_what_it_was_before_codecs(bucket: Bucket) -> None:
@@ -122,7 +121,6 @@ def test_drop_for_good_is_announced_where_earlier_versions_read_it(bucket: Bucke
     assert starts == {b"kvtierM1", b"kvtierM2"}
     reader = coded(bucket)
     assert [str(each) for each in reader.find(KEYS, TIMEOUT_S)].count(str(THERE)) == NUM - 1
-    reader.close()
 
 
 def test_coded_packs_are_pruned_with_their_manifests(bucket: Bucket) -> None:

@@ -8,21 +8,19 @@ import random
 import numpy as np
 import pytest
 
-from kvtier.testing.storage_user import Scattered, cuts, stored_bytes, stored_key
+from kvtier.testing.storage_user import stored_bytes
 from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope, as_headers, as_keys
 from kvtier.tiers.remote.s3.catalogue import PackLocation
-from kvtier.tiers.remote.s3.pack_reader import PackReader
-from kvtier.tiers.remote.s3.packs import PackShape, pack_name
+from kvtier.tiers.remote.s3.packs import pack_name
 from tests.kit.effort import effort
 from tests.tiers.remote.bucket import OnePack
 
 pytestmark = pytest.mark.slow
 
-BLOCK_BYTES = 256
+BLOCK_BYTES, KEYS = OnePack.BLOCK_BYTES, OnePack.KEYS
 IN_VALUES, IN_PACKS = effort(80_000), effort(20_000)
-KEYS = [stored_key(number) for number in range(8)]
 
 
 def flipped(content: bytes, at: random.Random) -> bytes:
@@ -55,19 +53,11 @@ def test_no_flipped_bit_of_a_value_is_overlooked(secret: bytes) -> None:
 @pytest.mark.parametrize("secret", [b"", b"a secret"])
 def test_no_flipped_bit_of_a_pack_becomes_a_wrong_byte(secret: bytes) -> None:
     """Read and verified as from a bucket, with a header in the cache and without."""
-    envelope, shape, at = (
-        Envelope(BLOCK_BYTES, secret),
-        PackShape(BLOCK_BYTES, 1 << 20),
-        random.Random(4),
-    )
-    memory = Scattered(len(KEYS), cuts(BLOCK_BYTES)["unequal pieces"])
+    store, at = OnePack(secret), random.Random(4)
+    memory, whole = store.memory, store.content
     expected = [stored_bytes(key, BLOCK_BYTES) for key in KEYS]
-    for number, content in enumerate(expected):
-        memory.write(number, content)
-    whole = shape.build(KEYS, memory.pieces, envelope)[0].tobytes()
     # Most of a pack this small are zeros of its header: blocks and entries are to be hit as often.
     number_of_entries = 24 + len(KEYS) * 112
-    store = OnePack(whole)
     keys = as_keys(KEYS)
     every = np.arange(len(KEYS))
     places = [PackLocation(pack_name(keys), len(KEYS), every, every)]
@@ -76,7 +66,7 @@ def test_no_flipped_bit_of_a_pack_becomes_a_wrong_byte(secret: bytes) -> None:
     async def run() -> None:
         nonlocal num_there, num_damaged
         for turn in range(IN_PACKS // 2):
-            reader = PackReader(store, shape, envelope)  # type: ignore[arg-type]
+            reader = store.reader()
             ((asked, part),) = reader.parts(places)
             if turn % 2:  # its header is known
                 store.content = whole

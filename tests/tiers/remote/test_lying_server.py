@@ -84,7 +84,6 @@ def test_lie_ends_every_call_as_a_store_fails(liar: ScriptedServer, lie: bytes) 
     keeper.close()
     liar.alter = lambda _, reply: reply
     assert user.put(3) == [THERE]
-    tier.close()
 
 
 @pytest.mark.parametrize("length", [20_000_000_000, 1 << 62])
@@ -98,7 +97,6 @@ def test_value_that_claims_to_be_endless_is_damaged_and_removed(
     assert user.get(1, 2) == [DAMAGED, FAILED], "and nothing is waited for"
     liar.alter = lambda _, reply: reply
     assert user.find(1, 2) == [ABSENT, THERE]
-    tier.close()
 
 
 def test_honest_replies_up_to_the_limits_are_read(
@@ -156,7 +154,6 @@ def test_server_that_answers_with_an_error_does_not_look_empty(
     assert tier.last_error == code
     liar.alter = lambda _, reply: reply
     assert user.find(1, 2, 3) == [THERE, THERE, ABSENT]
-    tier.close()
 
 
 @pytest.mark.parametrize("asked", [b"OBJECT", b"STRLEN", b"GETRANGE"])
@@ -182,7 +179,6 @@ def test_breaker_opens_for_a_server_that_answers_with_errors_only(liar: Scripted
         assert mover.find("valkey", [stored_key(1)]).wait(30)
     assert mover.breaker("valkey") is BreakerState.OPEN
     mover.close(10)
-    tier.close()
 
 
 def test_log_says_why_calls_to_a_store_are_paused(caplog: pytest.LogCaptureFixture) -> None:
@@ -193,7 +189,6 @@ def test_log_says_why_calls_to_a_store_are_paused(caplog: pytest.LogCaptureFixtu
     expected = "storage calls are paused lane=valkey find error='Connection refused'"
     assert expected in caplog.text
     mover.close(10)
-    tier.close()
 
 
 def test_key_of_another_type_is_no_block(liar: ScriptedServer) -> None:
@@ -207,7 +202,6 @@ def test_key_of_another_type_is_no_block(liar: ScriptedServer) -> None:
     )
     assert user.find(1, 2) == [ABSENT, THERE]
     assert user.put(1) == [THERE], "which takes its place"
-    tier.close()
 
 
 SECRET = "open-sesame"
@@ -246,7 +240,6 @@ def test_text_of_a_server_is_told_nowhere(
     except ConfigError as refused:
         shown += [str(refused)]
     assert not any(SECRET in each or "\x1b" in each for each in shown)
-    tier.close()
     keeper.close()
 
 

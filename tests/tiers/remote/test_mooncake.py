@@ -16,12 +16,12 @@ from kvtier.core.types import BlockKey
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome, StorageTier
 from tests.kit.servers import MooncakeMaster, free_port, has_mooncake
+from tests.kit.waiting import wait_until
 from tests.tiers.remote.store_tests import (
     CodedStoreTests,
     Place,
     StoreSuite,
     StoreTests,
-    eventually,
     open_store,
 )
 
@@ -116,8 +116,8 @@ def test_store_that_dies_and_comes_back(tmp_path: Path) -> None:
     assert user.put(2) == [FAILED]
     assert user.find(1) == [FAILED]
     master.start()
-    assert eventually(lambda: user.put(1) == [THERE])
-    assert eventually(lambda: user.get(1) == [THERE])
+    wait_until(lambda: user.put(1) == [THERE])
+    wait_until(lambda: user.get(1) == [THERE])
     tier.close()
     master.close()
 
@@ -138,7 +138,7 @@ def test_store_that_dies_in_mid_transfer(tmp_path: Path) -> None:
     assert {*outcomes} <= {THERE, FAILED, ABSENT}
     assert FAILED in outcomes
     tier.close()
-    assert eventually(lambda: not docks(tier)), "those that were in a call have ended, too"
+    wait_until(lambda: not docks(tier), "those that were in a call have ended, too")
 
 
 @pytest.mark.slow
@@ -153,8 +153,8 @@ def test_store_that_answers_nobody_gives_what_it_had_later(tmp_path: Path) -> No
             assert user.get(*range(4)) == [FAILED] * 4
             assert user.put(7) == user.find(0) == [FAILED]
         assert time.monotonic() - began < 10 * 3 * 1.0
-    assert eventually(lambda: user.find(0) != [FAILED])
-    assert eventually(lambda: User(tier).put(0) == [THERE])
+    wait_until(lambda: user.find(0) != [FAILED])
+    wait_until(lambda: User(tier).put(0) == [THERE])
     assert User(tier).get(0) == [THERE]
     tier.close()
     master.close()
@@ -165,7 +165,7 @@ def test_master_that_is_not_there_can_come_later(tmp_path: Path) -> None:
     tier = open_tier(f"127.0.0.1:{free_port()}", "later")
     assert "not " in tier.findings()[0].found
     assert User(tier, timeout_s=0.5).get(1) == [FAILED]
-    assert eventually(lambda: "has not answered" in tier.findings()[0].found)
+    wait_until(lambda: "has not answered" in tier.findings()[0].found)
     tier.close()
 
 
@@ -175,7 +175,7 @@ def test_master_that_takes_connections_and_says_nothing_holds_nobody_up() -> Non
         tier = open_tier(f"127.0.0.1:{silent.getsockname()[1]}", "silent")
         assert "no answer" in tier.findings()[0].found
         assert User(tier, timeout_s=0.5).get(1) == [FAILED]
-        assert eventually(lambda: "has not answered" in tier.findings()[0].found)
+        wait_until(lambda: "has not answered" in tier.findings()[0].found)
         tier.close()
 
 

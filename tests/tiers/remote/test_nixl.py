@@ -20,12 +20,12 @@ from kvtier.core.types import BlockKey
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome, StorageTier
 from kvtier.tiers.remote.envelope import HEADER_BYTES
+from tests.kit.waiting import wait_until
 from tests.tiers.remote.store_tests import (
     CodedStoreTests,
     Place,
     StoreSuite,
     StoreTests,
-    eventually,
     open_store,
 )
 
@@ -104,7 +104,7 @@ class TestFilesTier(FilesPlace, StoreSuite):
         return self.gate.closed()
 
     def check(self, storage: StorageTier) -> None:
-        assert eventually(lambda: not [*self.folder.rglob("*.part")]), "not finished"
+        wait_until(lambda: not [*self.folder.rglob("*.part")], "all files are finished")
 
     @pytest.mark.slow
     def test_agrees_with_a_dictionary(self) -> None:
@@ -126,7 +126,6 @@ class TestFiles(FilesPlace, StoreTests):
         path.rename(path.with_name(f"{path.name}.0123.part"))
         assert user.find(1) == user.get(1) == [ABSENT]
         assert user.put(1) == user.get(1) == [THERE]
-        tier.close()
 
     @pytest.mark.parametrize("direct", ["true", "false"])
     @pytest.mark.parametrize("queue", QUEUES)
@@ -137,7 +136,6 @@ class TestFiles(FilesPlace, StoreTests):
         tier.close()
         tier = self.open_tier("ways", direct="false")
         assert User(tier).get(*range(70)) == [THERE] * 70
-        tier.close()
 
     def test_one_bad_file_does_not_spoil_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A transfer has one status for all files: if it fails, they are read one by one."""
@@ -161,7 +159,6 @@ class TestFiles(FilesPlace, StoreTests):
         assert outcomes == [THERE] * 4 + [FAILED] + [THERE] * 5
         assert user.get(4) == [DAMAGED]
         assert user.put(4) == user.get(4) == [THERE]
-        tier.close()
 
     @pytest.mark.parametrize("kind", ["pipe", "link", "link to nowhere", "folder"])
     def test_what_is_no_file_in_a_place_of_a_block_is_not_read(self, kind: str) -> None:
@@ -202,7 +199,6 @@ class TestFiles(FilesPlace, StoreTests):
         with pytest.raises(TierError, match="drop failed"):
             tier.drop([stored_key(1)], for_good=True)
         assert sorted(elsewhere.iterdir()) == before
-        tier.close()
 
     @pytest.mark.parametrize("what", ["file", "folder"])
     def test_what_is_another_users_is_not_used(
@@ -219,7 +215,6 @@ class TestFiles(FilesPlace, StoreTests):
             os.chown(path if what == "file" else path.parent, 1, -1)
         assert user.find(1) in ([ABSENT], [FAILED])
         assert user.get(1) in ([DAMAGED], [FAILED])
-        tier.close()
 
     def test_folders_and_files_are_for_this_user_alone(self) -> None:
         before = os.umask(0)
@@ -256,7 +251,6 @@ class TestFiles(FilesPlace, StoreTests):
         assert user.find(2) == [ABSENT]
         assert not [*self.folder.rglob("*.part")]
         assert user.put(2) == user.get(2) == [THERE]
-        tier.close()
 
 
 @pytest.mark.slow
@@ -275,7 +269,7 @@ def test_writers_that_are_killed_leave_whole_blocks_only(tmp_path: Path) -> None
     )
     for num_blocks in (10, 300, 1000):
         writer = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)])
-        assert eventually(lambda num=num_blocks: len([*tmp_path.glob("??/*")]) > num)  # type: ignore[misc]
+        wait_until(lambda num=num_blocks: len([*tmp_path.glob("??/*")]) > num)  # type: ignore[misc]
         writer.kill()
         writer.wait()
     tier = open_tier(f"POSIX{tmp_path}", 10_000)

@@ -7,17 +7,16 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvtier.testing.storage_user import Scattered, cuts, stored_bytes, stored_key
-from kvtier.tiers.remote.envelope import Envelope, as_keys
+from kvtier.testing.storage_user import stored_bytes, stored_key
+from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.s3 import pack_reader
 from kvtier.tiers.remote.s3.catalogue import Catalogue, PackLocation
 from kvtier.tiers.remote.s3.manifests import Pack
-from kvtier.tiers.remote.s3.pack_reader import PackPart, PackReader, PackRequest
-from kvtier.tiers.remote.s3.packs import PackShape, pack_name
+from kvtier.tiers.remote.s3.pack_reader import PackPart, PackRequest
+from kvtier.tiers.remote.s3.packs import pack_name
 from tests.tiers.remote.bucket import OnePack
 
-BLOCK_BYTES = 256
-KEYS = [stored_key(number) for number in range(8)]
+BLOCK_BYTES, KEYS = OnePack.BLOCK_BYTES, OnePack.KEYS
 
 
 @pytest.mark.parametrize("is_spoiled", [False, True])
@@ -25,14 +24,11 @@ def test_parts_that_come_before_their_header_are_judged_by_it(
     is_spoiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pack_reader, "PART_BYTES", 3 * BLOCK_BYTES)
-    envelope, shape = Envelope(BLOCK_BYTES), PackShape(BLOCK_BYTES, 1 << 20)
-    memory = Scattered(len(KEYS), cuts(BLOCK_BYTES)["unequal pieces"])
-    for number, key in enumerate(KEYS):
-        memory.write(number, stored_bytes(key, BLOCK_BYTES))
-    content = bytearray(shape.build(KEYS, memory.pieces, envelope)[0])
-    content[100] ^= is_spoiled
-    memory.clear()
-    reader = PackReader(OnePack(bytes(content)), shape, envelope)  # type: ignore[arg-type]
+    store = OnePack()
+    store.content = (
+        store.content[:100] + bytes([store.content[100] ^ is_spoiled]) + store.content[101:]
+    )
+    reader, memory = store.reader(), store.memory
     keys = as_keys(KEYS)
     every = np.arange(len(KEYS))
     parts = reader.parts([PackLocation(pack_name(keys), len(KEYS), every, every)])
@@ -56,15 +52,12 @@ def test_parts_that_come_before_their_header_are_judged_by_it(
 
 
 def test_damaged_block_is_told_of_by_itself_whatever_the_order_of_the_call() -> None:
-    envelope, shape = Envelope(BLOCK_BYTES), PackShape(BLOCK_BYTES, 1 << 20)
-    memory = Scattered(len(KEYS), cuts(BLOCK_BYTES)["unequal pieces"])
-    for number, key in enumerate(KEYS):
-        memory.write(number, stored_bytes(key, BLOCK_BYTES))
-    content = bytearray(shape.build(KEYS, memory.pieces, envelope)[0])
+    store = OnePack()
+    content, shape, memory = bytearray(store.content), store.shape, store.memory
     for at in (2, 5):
         content[shape.offset(len(KEYS), at) + 7] ^= 1
-    memory.clear()
-    reader = PackReader(OnePack(bytes(content)), shape, envelope)  # type: ignore[arg-type]
+    store.content = bytes(content)
+    reader = store.reader()
     catalogue = Catalogue(len(KEYS))
     catalogue.add([Pack(1, as_keys(KEYS))])
     order = [6, 2, 0, 9, 7, 2, 5, 1]  # one twice, one that is not stored

@@ -17,6 +17,7 @@ from kvtier.tiers.row import make_storage
 from tests.connectors.pool_harness import SLOT_BYTES, PoolHarness, key_of
 from tests.kit.proxy import Proxy
 from tests.kit.servers import ValkeyServer, has_valkey
+from tests.kit.waiting import wait_until
 from tests.tiers.remote.bucket import Bucket
 
 MEMORY, STORAGE, UNKNOWN = BlockState.MEMORY, BlockState.STORAGE, BlockState.UNKNOWN
@@ -74,12 +75,13 @@ def places(harness: PoolHarness, *numbers: int) -> list[BlockState]:
 
 def until_stored(harness: PoolHarness, *numbers: int) -> None:
     """Wait until another replica finds the blocks."""
-    end_s = time.monotonic() + PATIENCE_S
     keys = [key_of(number) for number in numbers]
-    while harness.pool.locate_all(keys) != [STORAGE] * len(keys):
-        assert time.monotonic() < end_s, "they never came"
-        time.sleep(0.05)
+
+    def are_stored() -> bool:
         harness.pool.adopt(keys)
+        return harness.pool.locate_all(keys) == [STORAGE] * len(keys)
+
+    wait_until(are_stored)
 
 
 def load(harness: PoolHarness, numbers: Sequence[int], pages: Sequence[int]) -> list[str]:

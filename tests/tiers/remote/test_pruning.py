@@ -95,7 +95,6 @@ def test_blocks_that_nobody_used_go_and_nothing_else(server: ValkeyServer, prefi
     assert (again.num_entries, again.num_strange) == (0, 1)
     assert user.put(0) == user.get(0) == [THERE]
     keeper.close()
-    tier.close()
 
 
 @needs_valkey
@@ -110,7 +109,6 @@ def test_blocks_that_were_used_last_are_kept(server: ValkeyServer, prefix: str) 
     assert (found.num_entries, found.before.num_bytes) == (2, 5 * VALUE_BYTES)
     assert User(tier).found(*range(5)) == [0, 1, 4]
     keeper.close()
-    tier.close()
 
 
 @needs_valkey
@@ -126,7 +124,6 @@ def test_what_is_not_ours_takes_no_room_from_ours(server: ValkeyServer, prefix: 
     assert (found.num_entries, found.num_strange) == (1, 2)
     assert len(User(tier).found(*range(3))) == 2
     keeper.close()
-    tier.close()
 
 
 @needs_valkey
@@ -141,7 +138,6 @@ def test_damaged_block_is_left_alone(server: ValkeyServer, prefix: str) -> None:
     found = prune(keeper, max_bytes=0)
     assert (found.num_entries, found.num_strange) == (0, 2)
     keeper.close()
-    tier.close()
 
 
 @needs_valkey
@@ -159,7 +155,6 @@ def test_server_that_counts_uses_is_refused_by_one_sentence(
         server.tell(b"CONFIG", b"SET", b"maxmemory-policy", b"noeviction")
     assert prune(keeper, max_bytes=0).num_entries == 1
     keeper.close()
-    tier.close()
 
 
 # -- S3 --------------------------------------------------------------------------------------------
@@ -194,7 +189,6 @@ def test_old_packs_go_and_what_tells_of_them(
     assert User(running).get(*range(4)) == [ABSENT] * 4, "a miss at worst"
     assert User(running).put(*range(4)) == User(running).get(*range(4)) == [THERE] * 4
     running.check_invariants()
-    running.close()
 
 
 def test_manifest_and_tombstone_stay_while_a_pack_needs_them(bucket: Bucket) -> None:
@@ -257,7 +251,6 @@ def test_commands_say_what_is_there_and_what_goes(server: ValkeyServer, prefix: 
     both = run("prune", url, "--older-than", "7d", "--max-bytes", "400B")
     assert "removed: 1 block" in both.stdout
     assert "a miss, and computed again" in both.stdout
-    tier.close()
 
 
 @pytest.mark.parametrize(

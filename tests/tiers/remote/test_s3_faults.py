@@ -22,6 +22,7 @@ from kvtier.tiers.remote.s3 import pack_reader
 from tests.kit.effort import effort
 from tests.kit.proxy import Proxy
 from tests.kit.servers import find_binary, make_bucket, port_of, seaweed
+from tests.kit.waiting import wait_until
 from tests.tiers.remote.bucket import SECRET_KEY, Bucket
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
@@ -75,7 +76,6 @@ def test_flipped_bits_never_become_wrong_bytes(bucket: Bucket) -> None:
     bucket.write(path, content[:-100])
     assert set(User(tier).get(*numbers)) <= {DAMAGED, ABSENT, THERE}
     tier.check_invariants()
-    tier.close()
 
 
 def test_block_under_a_false_name_is_damaged(bucket: Bucket) -> None:
@@ -106,7 +106,6 @@ def test_block_of_another_secret_is_damaged(
     assert user.find(0, 1) == [THERE] * 2
     assert user.get(0, 1) == [DAMAGED] * 2
     assert user.put(0, 1) == user.get(0, 1) == [THERE] * 2
-    tier.close()
 
 
 def test_blocks_may_come_in_several_parts(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +120,6 @@ def test_blocks_may_come_in_several_parts(bucket: Bucket, monkeypatch: pytest.Mo
     content[4096 + 2 * 256 - 1] ^= 1
     bucket.write(path, bytes(content))
     assert user.get(*range(10)) == [THERE, DAMAGED, *[THERE] * 8]
-    tier.close()
 
 
 @pytest.mark.parametrize("is_writing", [False, True])
@@ -174,10 +172,7 @@ def test_store_that_can_not_be_reached_at_the_start_comes_later(
     assert User(tier).put(1) == [FAILED]
     assert "no answer" in tier.findings()[1].found
     later = Proxy(port_of(bucket.url), port=port)
-    end_s = time.monotonic() + 20
-    while User(tier).find(0) != [THERE]:
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
+    wait_until(lambda: User(tier).find(0) == [THERE])
     assert User(tier).put(1) == User(tier).get(1) == User(tier).get(0) == [THERE]
     assert tier.findings()[1].found == "in use"
     tier.close()
@@ -209,9 +204,7 @@ def test_server_killed_in_mid_transfer_fails_and_comes_back(tmp_path: Path, buck
         assert user.put(16, 17) == [FAILED] * 2
         assert time.monotonic() - began < 12
         server.start()
-        end_s = time.monotonic() + 60
-        while user.put(16) != [THERE]:
-            assert time.monotonic() < end_s
+        wait_until(lambda: user.put(16) == [THERE])
         # What the kill lost of the server's own is absent, and nothing of it wrong.
         assert set(user.get(*range(17))) <= {THERE, ABSENT, DAMAGED}
         assert user.get(16) == [THERE]

@@ -17,6 +17,7 @@ from kvtier.tiers.remote.s3.opening import make_s3
 from kvtier.tiers.wrappers import ThrottledTier
 from tests.kit.servers import BUCKET, StoreHttpServer
 from tests.tiers.remote.bucket import KEY_ID, SECRET_KEY, Bucket
+from tests.tiers.remote.store_tests import closed_later
 
 
 def site(location: str, num_blocks: int = 4, group: KVGroup = GROUP) -> StorageSite:
@@ -26,9 +27,9 @@ def site(location: str, num_blocks: int = 4, group: KVGroup = GROUP) -> StorageS
 def test_tier_is_made_by_its_plug_in(bucket: Bucket) -> None:
     tier = load_plugin("tiers", "s3")(site(bucket.location()))
     assert isinstance(tier, StorageTier)
+    closed_later(tier)
     assert (tier.name, tier.num_blocks) == ("far", 4)
     assert tier.facts.request_s > 0, "it was measured"
-    tier.close()
 
 
 def test_store_on_this_machine_is_asked_by_no_proxy(
@@ -41,10 +42,9 @@ def test_store_on_this_machine_is_asked_by_no_proxy(
 
 
 def test_rate_is_limited(bucket: Bucket) -> None:
-    tier = make_s3(site(bucket.location(bytes_per_s="1GiB")))
+    tier = closed_later(make_s3(site(bucket.location(bytes_per_s="1GiB"))))
     assert isinstance(tier, ThrottledTier)
     assert User(tier).put(0) == User(tier).get(0) == [Outcome.THERE]
-    tier.close()
 
 
 def test_store_that_overwrites_what_was_to_be_created_is_refused(
@@ -127,7 +127,6 @@ def test_option_goes_before_the_environment(
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     tier = bucket.tier()
     assert User(tier).put(0) == [Outcome.THERE]
-    tier.close()
 
 
 @pytest.mark.parametrize("has_access", [True, False])

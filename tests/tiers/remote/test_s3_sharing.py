@@ -17,6 +17,7 @@ from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.s3 import manifest_sync as exchange_module
 from kvtier.tiers.remote.s3.packs import pack_path
 from kvtier.tiers.remote.s3.tier import S3Tier
+from tests.kit.waiting import wait_until
 from tests.tiers.remote.bucket import Bucket
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
@@ -50,10 +51,7 @@ def test_processes_learn_from_each_other_by_themselves(bucket: Bucket) -> None:
     with two(bucket, poll_s=0.05, publish_s=0.05) as (one, other):
         User(one).put(0, 1)
         User(other).put(2)
-        end_s = time.monotonic() + TIMEOUT_S
-        while User(other).found(0, 1) != [0, 1] or User(one).found(2) != [2]:
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
+        wait_until(lambda: User(other).found(0, 1) == [0, 1] and User(one).found(2) == [2])
         assert User(other).get(0, 1, 2) == User(one).get(0, 1, 2) == [THERE] * 3
 
 
@@ -70,7 +68,6 @@ def test_blocks_of_one_call_are_few_objects(bucket: Bucket) -> None:
     assert len(bucket.paths("packs")) == 3
     assert User(tier).put(*range(20)) == [THERE] * 20
     assert len(bucket.paths("packs")) == 3, "what is there is not written again"
-    tier.close()
 
 
 def test_writers_of_the_same_blocks_leave_one_pack(bucket: Bucket) -> None:
@@ -112,7 +109,6 @@ def test_process_that_starts_later_knows_all(bucket: Bucket) -> None:
     tier = bucket.tier()
     assert User(tier).found(*range(6)) == list(range(5))
     assert User(tier).get(*range(5)) == [THERE] * 5
-    tier.close()
 
 
 def test_block_dropped_for_good_is_gone_for_others_and_its_pack_deleted(bucket: Bucket) -> None:
@@ -128,10 +124,7 @@ def test_block_dropped_for_good_is_gone_for_others_and_its_pack_deleted(bucket: 
         User(one).drop(1, for_good=True)
         other.exchange(TIMEOUT_S)
         assert User(other).find(0, 1) == [ABSENT] * 2
-        end_s = time.monotonic() + TIMEOUT_S
-        while bucket.paths("packs"):
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
+        wait_until(lambda: not bucket.paths("packs"))
         assert User(other).put(0, 1) == [THERE] * 2, "younger than the tombstone"
         other.exchange(TIMEOUT_S)
         one.exchange(TIMEOUT_S)
@@ -160,7 +153,6 @@ def test_packs_that_are_too_old_are_not_used(bucket: Bucket) -> None:
     assert User(tier).put(0) == User(tier).find(0) == [THERE]
     assert User(tier).get(0) == [THERE]
     tier.check_invariants()
-    tier.close()
 
 
 def test_process_knows_of_no_more_than_its_share(bucket: Bucket) -> None:
@@ -169,7 +161,6 @@ def test_process_knows_of_no_more_than_its_share(bucket: Bucket) -> None:
     assert User(tier).put(*range(10)) == [THERE] * 10
     assert len(User(tier).found(*range(10))) == 4
     tier.check_invariants()
-    tier.close()
 
 
 def test_blocks_of_another_size_are_others(bucket: Bucket) -> None:
@@ -180,7 +171,6 @@ def test_blocks_of_another_size_are_others(bucket: Bucket) -> None:
     tier = bucket.tier()
     assert User(tier).find(0) == [ABSENT]
     assert any("manifest" in finding.note for finding in tier.findings())
-    tier.close()
 
 
 def test_many_manifests_become_few(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +208,6 @@ def test_manifests_that_are_none_are_passed_over(bucket: Bucket) -> None:
     tier = bucket.tier()
     assert User(tier).get(0, 1) == [THERE] * 2
     assert "3 manifests" in tier.findings()[0].note
-    tier.close()
 
 
 MINUTE_NS = 60 * 10**9

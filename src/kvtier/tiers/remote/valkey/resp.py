@@ -159,6 +159,11 @@ class RespConnection:
 
     # -- replies -----------------------------------------------------------------------------------
 
+    def execute(self, *words: bytes) -> Reply:
+        """Send a command, and return its reply; see ``reply``."""
+        self.send([command(*words)])
+        return self.reply()
+
     def reply(self) -> Reply:
         """Return the next reply, whole.
 

@@ -172,11 +172,8 @@ class ValkeyTier(StoreTier):
             return FAILED
 
     def _remove(self, keys: Sequence[BlockKey], timeout_s: float) -> None:
-        def unlink(line: RespConnection) -> None:
-            line.send([command(b"UNLINK", *(self._prefix + key for key in keys))])
-            line.reply()
-
-        if error := self._lines.use(unlink, timeout_s):
+        names = [self._prefix + key for key in keys]
+        if error := self._lines.use(lambda line: line.execute(b"UNLINK", *names), timeout_s):
             raise Unreachable(reason_of(error))
 
     # -- upkeep ------------------------------------------------------------------------------------
