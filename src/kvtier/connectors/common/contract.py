@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -26,10 +26,6 @@ class Takes:
     """
 
     parameters: str = ""
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        return tuple(name for name in self.names if not name.endswith(("=", "**")))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -127,66 +123,50 @@ def version_of(folder: Path) -> str:
 
 
 def _compare(contract: Contract, sources: Sources) -> Iterator[str]:
+    there, optional = sources.classes, contract.optional
     for name in contract.classes:
-        if name not in sources.classes and name not in contract.optional:
+        if name not in there and name not in optional:
             yield f"there is no {name} where kvtier knows it"
+    for table, says, fits in (
+        (contract.overridden, "kvtier knows", _is_known),
+        (contract.called, "kvtier gives it", _is_enough),
+    ):
+        for name, methods in table.items():
+            for method, takes in methods.items() if name in there else ():
+                found = sources.parameters(name, method)
+                if found is None:
+                    if f"{name}.{method}" not in optional:
+                        yield f"{name} has no {method}"
+                elif not fits(found, takes.names):
+                    yield f"{name}.{method} takes ({_show(found)}); {says} ({takes.parameters})"
     for name, methods in contract.overridden.items():
-        if name in sources.classes:
-            yield from _overridden(sources, name, methods, contract.optional)
-    for name, methods in contract.called.items():
-        for method, takes in methods.items():
-            if name in sources.classes:
-                yield from _called(sources, name, method, takes, contract.optional)
+        for method in sources.unfinished(name):
+            if method not in methods:
+                yield f"{name} wants {method}, which kvtier has not"
     for name, fields in contract.built.items():
-        if name in sources.classes:
-            found = sources.fields(name)
-            wanted = [each for each, has_default in found.items() if not has_default]
-            if list(found)[: len(fields)] != list(fields) or set(wanted) - set(fields):
-                given = ", ".join(fields)
-                yield f"{name} is made of ({_show(found)}); kvtier gives it ({given})"
+        made_of = sources.fields(name)
+        if name in there and not _is_enough(made_of, fields):
+            yield f"{name} is made of ({_show(made_of)}); kvtier gives it ({', '.join(fields)})"
     for name, attributes in contract.read.items():
-        if name in sources.classes:
-            there = sources.attributes(name) | _members(name, contract.optional)
-            missing = [attribute for attribute in attributes if attribute not in there]
-            if missing:
-                yield f"{name} has no {', '.join(missing)}"
+        known = sources.attributes(name)
+        missing = [
+            each for each in attributes if each not in known and f"{name}.{each}" not in optional
+        ]
+        if name in there and missing:
+            yield f"{name} has no {', '.join(missing)}"
 
 
-def _members(name: str, optional: frozenset[str]) -> set[str]:
-    """Return the members of a class that it may lack."""
-    return {each.removeprefix(f"{name}.") for each in optional if each.startswith(f"{name}.")}
+def _is_known(found: Mapping[str, bool], names: Sequence[str]) -> bool:
+    """Whether a method takes what kvtier knows: in order, nothing unknown, all that is required."""
+    num_required = sum(not name.endswith(("=", "**")) for name in names)
+    known = [name.rstrip("=") for name in names]
+    return list(found) == known[: len(found)] and len(found) >= num_required
 
 
-def _overridden(
-    sources: Sources, name: str, methods: Mapping[str, Takes], optional: frozenset[str]
-) -> Iterator[str]:
-    for method, takes in methods.items():
-        found = sources.parameters(name, method)
-        if found is None:
-            if f"{name}.{method}" not in optional:
-                yield f"{name} has no {method}"
-            continue
-        known = [name.rstrip("=") for name in takes.names]
-        required = [each.rstrip("=") for each in takes.required]
-        # In the same order, nothing unknown, and nothing left out that kvtier counts on.
-        if list(found) != known[: len(found)] or len(found) < len(required):
-            yield f"{name}.{method} takes ({_show(found)}); kvtier knows ({takes.parameters})"
-    for method in sources.unfinished(name):
-        if method not in methods:
-            yield f"{name} wants {method}, which kvtier has not"
-
-
-def _called(
-    sources: Sources, name: str, method: str, takes: Takes, optional: frozenset[str]
-) -> Iterator[str]:
-    found = sources.parameters(name, method)
-    if found is None:
-        if f"{name}.{method}" not in optional:
-            yield f"{name} has no {method}"
-        return
-    wanted = [each for each, has_default in found.items() if not has_default]
-    if list(found)[: len(takes.names)] != list(takes.names) or set(wanted) - set(takes.names):
-        yield f"{name}.{method} takes ({_show(found)}); kvtier gives it ({takes.parameters})"
+def _is_enough(found: Mapping[str, bool], given: Sequence[str]) -> bool:
+    """Whether ``given`` are the first parameters that are found, and all that have no default."""
+    wanted = {name for name, has_default in found.items() if not has_default}
+    return list(found)[: len(given)] == list(given) and wanted <= set(given)
 
 
 def _show(parameters: Mapping[str, bool]) -> str:
@@ -228,9 +208,7 @@ class Sources:
     def parameters(self, name: str, method: str) -> dict[str, bool] | None:
         """Return a method's parameters without ``self``, and which have defaults.
 
-        ``**`` if it takes any.
-
-        None if there is no such method.
+        ``**`` if it takes any. None if there is no such method.
         """
         for function in self.functions(name):
             if function.name == method:

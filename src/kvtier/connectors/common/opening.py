@@ -68,8 +68,7 @@ def open_disk(
     except TierError as error:
         logger.error("kvtier: the engine serves without the disk: %s", error)
         return NoStorage(DISK, group)
-    for finding in tier.findings():
-        logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
+    _log(tier)
     return tier
 
 
@@ -81,23 +80,19 @@ def open_store(
     memory: Memory | None = None,
     shards: Shards | None = None,
 ) -> StorageTier:
-    """Open a store by its URL.
+    """Open a store by its URL. Raises ``ConfigError`` if it can't be used.
 
-    Args:
-        location: the URL.
-        settings: have the codec, the keys, and the tenant in a node.
-        group: layout of a block.
-        capacity_bytes: capacity for blocks in the store.
-        memory: see ``open_disk``.
-        shards: that this rank has of a block; None if the store has blocks as they are.
-
-    Raises:
-        ConfigError: the URL can't be used.
+    settings: have the codec, the keys, and the tenant in a node. group: layout of a block. memory:
+    see ``open_disk``. shards: that this rank has of a block; None if the store has whole blocks.
     """
     of_store = group if shards is None else opaque(shards.bytes_per_shard)
     tier = make_storage(
         location, of_store, capacity_bytes, memory, settings.coding, settings.node_tenant
     )
+    _log(tier)
+    return tier if shards is None else ShardTier(tier, shards)
+
+
+def _log(tier: StorageTier) -> None:
     for finding in tier.findings():
         logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
-    return tier if shards is None else ShardTier(tier, shards)

@@ -74,8 +74,7 @@ def open_cache(
         host: host memory.
         storages: storage tiers, fastest first.
         digest: return the digest of the namespace; b"" while it is unknown.
-        bytes_per_day: limit of writes to the disk.
-        lookup_deadline_s: longest wait of a request for a store's answer to a look-up.
+        bytes_per_day, lookup_deadline_s: limits of writes to the disk, and of a look-up in a store.
         policy: eviction policy of all tiers; all but LRU need ``on_request`` to be called.
         metrics: by default, metrics that are counted but not exposed.
     """
@@ -159,12 +158,9 @@ class PoolCopies:
             num_bytes = store.job.num_bytes
             self._cache.costs.moved((DEVICE, HOST), num_bytes, store.job.seconds)
             new = set(store.new)
-            mine = [
-                (key, depth)
-                for key, depth in zip(store.asked, store.depths, strict=True)
-                if key in new
-            ]
-            self._cache.commit([key for key, _ in mine], [depth for _, depth in mine])
+            depths = dict(zip(store.asked, store.depths, strict=True))
+            mine = [key for key in depths if key in new]
+            self._cache.commit(mine, [depths[key] for key in mine])
         else:
             self._cache.abort(store.new)
         self._cache.adopt(store.asked)

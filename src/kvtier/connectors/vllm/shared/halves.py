@@ -83,10 +83,7 @@ class Sizes:
         return num_slots
 
     def _find_direct(self) -> Direct:
-        """Whether blocks may go directly from the disk to vLLM's memory.
-
-        As far as is known before a rank has looked.
-        """
+        """Return whether blocks may go directly from disk to vLLM's memory, before a rank looks."""
         reason = ""
         if not self.num_disk_slots:
             reason = "there is no disk_path"
@@ -164,13 +161,9 @@ class Sizes:
         device: str,
         shards: Shards | None = None,
     ) -> Worker:
-        """Return a rank's half.
+        """Return a rank's half, made as ``TierWorker`` is, for a device of this name.
 
-        Args:
-            kind: called as ``TierWorker``.
-            pages: as it takes them.
-            device: name of the device.
-            shards: of blocks in stores, if these do not depend on the ranks.
+        shards: of blocks in stores, if these do not depend on the ranks.
         """
         facts, settings = self.facts, self.settings
         assert facts.any_size == (shards is not None), "shards are needed to store blocks in them"

@@ -76,11 +76,7 @@ class EngineFacts:
 class VllmNames(SharedNames):
     """Names of one engine's blocks. The scheduler's process makes them and sends them to the ranks.
 
-    Args:
-        facts: the engine's facts.
-        bytes_per_block: on all ranks that keep a block together, or on one rank.
-        engine: name and version of the engine.
-        salt: the user's ``namespace``.
+    The arguments are those of ``namespace``.
 
     Attributes:
         needs_layout: blocks have no name before ``tell_layout``.
@@ -128,8 +124,7 @@ def namespace(
     """Return the namespace of an engine's blocks.
 
     Args:
-        facts: the engine's facts.
-        bytes_per_block: on all ranks that keep a block together.
+        bytes_per_block: on all ranks that keep a block together, or on one rank.
         engine: name and version of the software that computes the KV.
         weights: digest of the model's files, which replaces the model's name.
         traits: other facts that decide on how the model is computed.

@@ -87,12 +87,8 @@ def _index_of(layer: str) -> int:
 class _LayerKV:
     """KV of one layer in memory.
 
-    Args:
-        name: of the layer.
-        parts: its tensors.
-        page_axis: axis of pages, of all tensors.
-        num_rows: entries along this axis that make a page.
-        head_axes: axis of heads, of each tensor; None for one without heads.
+    page_axis: of all its tensors. num_rows: entries along this axis that make a page. head_axes: of
+    each tensor; None for one without heads.
     """
 
     name: str
@@ -100,13 +96,6 @@ class _LayerKV:
     page_axis: int
     num_rows: int
     head_axes: Sequence[int | None]
-
-    @classmethod
-    def of(cls, layer: LayerSize, cache: Cache, num_pages: int, num_heads: int) -> _LayerKV:
-        parts = tensors_of(cache)
-        axis, num_rows = page_rows(layer, parts, num_pages)
-        axes = [_head_axis(layer.name, part, axis, num_heads) for part in parts]
-        return cls(layer.name, parts, axis, num_rows, axes)
 
     def heads(self, first: int, num: int) -> list[torch.Tensor]:
         """Return views of some heads of the rank's."""
@@ -119,6 +108,21 @@ class _LayerKV:
         """Return what decides on the order of the bytes of so many heads."""
         views = self.heads(0, num_heads)
         return [self.num_rows, *(_order(view, self.page_axis) for view in views)]
+
+
+def _own_kv(
+    layers: Sequence[LayerSize],
+    kv_caches: Mapping[str, Cache],
+    num_pages: int,
+    division: Division,
+) -> list[_LayerKV]:
+    found = []
+    for layer in layers:
+        parts = tensors_of(kv_caches[layer.name])
+        axis, num_rows = page_rows(layer, parts, num_pages)
+        axes = [_head_axis(layer.name, part, axis, division.num_own) for part in parts]
+        found.append(_LayerKV(layer.name, parts, axis, num_rows, axes))
+    return found
 
 
 def _head_axis(layer: str, part: torch.Tensor, page_axis: int, num_heads: int) -> int | None:
@@ -155,9 +159,7 @@ def layout_of(
     division: Division,
 ) -> str:
     """Return a digest of the order of bytes of all layers, whatever the number of ranks."""
-    own = [
-        _LayerKV.of(layer, kv_caches[layer.name], num_pages, division.num_own) for layer in layers
-    ]
+    own = _own_kv(layers, kv_caches, num_pages, division)
     told = {json.dumps(each.describe(division.shard_heads)) for each in own}
     return blake3(json.dumps(sorted(told)).encode()).hexdigest()
 
@@ -170,18 +172,9 @@ def shards_of(
     pages_per_block: int,
     slot_bytes: int,
 ) -> Shards:
-    """Return the shards that a rank has of its blocks.
+    """Return the shards that a rank has of its blocks, which are of one KV group.
 
-    Args:
-        pages: the rank's, of one KV group.
-        layers: of this group.
-        kv_caches: their KV.
-        division: over ranks and shards.
-        pages_per_block: pages of a block.
-        slot_bytes: of a block in host memory.
-
-    Raises:
-        LayoutError: the axis of heads is not clear, or the shards have unequal sizes.
+    Raises ``LayoutError`` if the axis of heads is not clear, or the shards have unequal sizes.
     """
     if len(pages.groups) != 1:
         raise LayoutError(
@@ -191,10 +184,7 @@ def shards_of(
     slots = _Slots.of(pages, pages_per_block)
     names, offsets, sizes = [], [], []
     for stage in _stages(division, layers):
-        own = [
-            _LayerKV.of(layer, kv_caches[layer.name], pages.num_pages, division.num_own)
-            for layer in stage
-        ]
+        own = _own_kv(stage, kv_caches, pages.num_pages, division)
         # Layers that share their KV have it once, under the name of the last one.
         own = [*{each.parts[0].data_ptr(): each for each in own}.values()]
         told = [[each.name, each.describe(division.shard_heads)] for each in own]

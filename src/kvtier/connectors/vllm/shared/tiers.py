@@ -57,16 +57,10 @@ def rank_tiers(
     lookup_deadline_s: float = 0.0,
     eviction_policy: str = "runs",
 ) -> EngineTiers:
-    """Return tiers in the ranks' own memory and storage.
+    """Return tiers in the ranks' own memory and storage, with so many slots in each rank.
 
-    Args:
-        mover: gives orders to the ranks.
-        num_slots: slots of each tier, in each rank.
-        names: the engine's.
-        shape: the engine's.
-        bytes_per_day: most bytes written to a rank's disk per day.
-        lookup_deadline_s: how long a request waits to hear what a store has.
-        eviction_policy: see ``StoreSettings``.
+    bytes_per_day: most bytes written to a rank's disk per day. lookup_deadline_s: longest wait of a
+    request for a store's answer.
     """
 
     def limit(tier: str, own: int) -> int:

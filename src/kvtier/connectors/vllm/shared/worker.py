@@ -31,7 +31,7 @@ from kvtier.core.config import DEFAULT_CODING, CodingConfig
 from kvtier.core.errors import TierError
 from kvtier.core.grouping import runs_of
 from kvtier.core.types import DISK, HOST, Direct, Slot
-from kvtier.devices import CopyBatch, Device, Direction, Finding
+from kvtier.devices import Device, Direction, Finding
 from kvtier.layout import opaque
 from kvtier.node.client.channel import NodeClient
 from kvtier.node.client.host import NodeHost, SlotMemory
@@ -147,7 +147,11 @@ class TierWorker:
             host.close()  # shared memory would stay when the process has gone
             raise
         if self._storages:
-            self._executor = _executor(host, self._storages, limits, self._rank)
+            storages = {storage.name: storage for storage in self._storages}
+            mover = LocalMover({host.name: host, **storages}, None)
+            mover.start()
+            kept = {name: storages[name].kept_keys() for name in (DISK,) if name in storages}
+            self._executor = RankExecutor(host, mover, kept, self._rank, limits.num_shards)
             _log([finding for storage in self._storages for finding in storage.findings()])
 
     def watch_weights(self, model: torch.nn.Module | None) -> None:
@@ -276,14 +280,10 @@ class TierWorker:
             self._host.register(slots.guard, slots.slots)
             part = self._host.part
             groups = [replace(group, slots=part(group.slots)) for group in groups]
-        job = self._engine.submit([self._stage(groups, memory, direction)], direction)
+        batch = self._pool.stage(groups, memory.memory, direction, memory.seams)
+        job = self._engine.submit([batch], direction)
         check = SlotCheck.of(memory, slots) if direction is Direction.LOAD else None
         self._copies[job_id] = PageCopy(direction, touched, job, check=check, look=self._look)
-
-    def _stage(
-        self, groups: Sequence[GroupPages], memory: SlotMemory, direction: Direction
-    ) -> CopyBatch:
-        return self._pool.stage(groups, memory.memory, direction, memory.seams)
 
     def _read_direct(
         self, groups: Sequence[GroupPages], slots: BlockSlots, touched: frozenset[Slot]
@@ -308,7 +308,9 @@ class TierWorker:
         if touched:
             memory = _memory(self._host, None)
             assert memory is not None, "a rank without memory of its own is told to read"
-            steps = [self._stage(some, memory, Direction.LOAD) for some in kept]
+            steps = [
+                self._pool.stage(some, memory.memory, Direction.LOAD, memory.seams) for some in kept
+            ]
             job = self._engine.submit(steps, Direction.LOAD)
         blocks = self._pool.pieces(pages)
         direct = np.flatnonzero(is_direct).tolist()
@@ -401,16 +403,6 @@ def _reached(direct: Direct, pool: PagedPool, device: Device) -> Pool | None:
         raise VllmSettings.wrong(f"disk_direct is on, and {reason}; leave it off")
     logger.info("disk to device: through host memory %s", reason)
     return None
-
-
-def _executor(
-    host: HostTier, storages: Sequence[StorageTier], limits: RankLimits, rank: int
-) -> RankExecutor:
-    """Carries out orders for ``storages``, in the background."""
-    mover = LocalMover({host.name: host} | {storage.name: storage for storage in storages}, None)
-    mover.start()
-    kept = {storage.name: storage.kept_keys() for storage in storages if storage.name == DISK}
-    return RankExecutor(host, mover, kept, rank, limits.num_shards)
 
 
 def _log(findings: Sequence[Finding]) -> None:
