@@ -191,6 +191,20 @@ class KvHarness:
             cache[:, list(pages)].clone() for caches in self.caches for cache in caches.values()
         ]
 
+    def begin(self, name: str, text: str, pages: Sequence[int]) -> Any:
+        """Compute a prompt in one step. Its stores are in flight."""
+        request = self.request(name, text)
+        self.asks(request)
+        self.run(self.message((request, pages, len(text))), ends=False)
+        return request
+
+    def load(self, name: str, text: str, pages: Sequence[int]) -> None:
+        """Load all blocks of a prompt that is one token longer than ``text``."""
+        request = self.request(name, text + "s")
+        assert self.asks(request) == len(text)
+        self.gets_pages(request, pages, len(text))
+        self.step()
+
     def serve(self, name: str, text: str, pages: Sequence[int], **changes: object) -> Any:
         """Compute, store and finish a request in one step."""
         request = self.request(name, text, **changes)
@@ -199,6 +213,10 @@ class KvHarness:
         self.step((request, pages, len(text)))
         request.num_computed_tokens = len(text)
         return request
+
+
+def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*each) for each in zip(one, other, strict=True))
 
 
 NOTHING_CACHED: Any = SimpleNamespace(

@@ -18,7 +18,7 @@ from kvtier.core.hints import Hint
 from kvtier.core.types import DEVICE, HOST
 from kvtier.devices import CopyBatch, Direction
 from kvtier.observe.specs import VLLM_HINT_ACTIONS, VLLM_MOVED_BYTES
-from tests.connectors.kv_harness import LAYERS, PAGE, KvHarness
+from tests.connectors.kv_harness import LAYERS, PAGE, KvHarness, are_equal
 
 TEXT = "the quick brown fox jump"
 """Six pages."""
@@ -38,8 +38,9 @@ def make() -> Iterator[Callable[..., KvHarness]]:
         each.close()
 
 
-def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(*each) for each in zip(one, other, strict=True))
+@pytest.fixture
+def harness(make: Callable[..., KvHarness]) -> KvHarness:
+    return make()
 
 
 def _generates(num_before: int, pages: tuple[list[int]] | None = None) -> Any:
@@ -63,13 +64,10 @@ def test_pages_come_back_elsewhere_byte_for_byte(
     first = harness.serve("first", TEXT, range(6))
     assert harness.half.finish(first, range(6)) is False, "nothing is under way any more"
     harness.fill(range(24), seed=2)
-    again = harness.request("again", TEXT + "s")
-    assert harness.asks(again) == len(TEXT)
     pages = [9, 20, 3, 14, 7, 11, 12]
-    harness.gets_pages(again, pages, len(TEXT))
-    harness.step()
+    harness.load("again", TEXT, pages)
     assert harness.loaded == {"again"}
-    assert _are_equal(harness.bytes_of(pages[:6]), before)
+    assert are_equal(harness.bytes_of(pages[:6]), before)
     assert not harness.failed
     num_bytes = sum(each.numel() for each in before)
     moved = harness.half.manager.counts.take()
@@ -84,9 +82,7 @@ def test_kv_that_all_ranks_compute_is_stored_by_the_first_and_loaded_by_all(
     first, second = harness.ranks
     harness.fill(range(6), seed=1)
     before = harness.bytes_of(range(6))[: len(LAYERS)]
-    request = harness.request("first", TEXT)
-    harness.asks(request)
-    harness.run(harness.message((request, range(6), len(TEXT))), ends=False)
+    harness.begin("first", TEXT, range(6))
     assert (len(first.worker.job_ids), len(second.worker.job_ids)) == (1, 0)
     harness.hear(second)
     assert harness.asks(harness.request("early", TEXT + "s")) is None, (
@@ -94,12 +90,9 @@ def test_kv_that_all_ranks_compute_is_stored_by_the_first_and_loaded_by_all(
     )
     harness.hear(first)
     harness.fill(range(24), seed=2)
-    again = harness.request("again", TEXT + "s")
-    assert harness.asks(again) == len(TEXT)
-    harness.gets_pages(again, range(10, 17), len(TEXT))
-    harness.step()
+    harness.load("again", TEXT, range(10, 17))
     assert harness.loaded == {"again"}
-    assert _are_equal(harness.bytes_of(range(10, 16)), [*before, *before])
+    assert are_equal(harness.bytes_of(range(10, 16)), [*before, *before])
 
 
 @pytest.mark.parametrize(
@@ -116,9 +109,8 @@ def test_kv_that_all_ranks_compute_is_stored_by_the_first_and_loaded_by_all(
     ],
 )
 def test_clients_limits_hold(
-    make: Callable[..., KvHarness], params: dict[str, object], num_stored: int, num_loaded: int
+    harness: KvHarness, params: dict[str, object], num_stored: int, num_loaded: int
 ) -> None:
-    harness = make()
     harness.serve("first", TEXT, range(6), kv_transfer_params=params)
     assert harness.half.manager.cache.usage()[HOST].num_used == num_stored
     harness.serve("other", TEXT[::-1], range(6, 12))
@@ -140,20 +132,16 @@ def test_load_begins_within_a_block_behind_what_the_device_has(
     pages = [10, 11, 12, 13, 14, 15, 16]
     harness.gets_pages(again, pages, 3 * PAGE)
     harness.step()
-    assert _are_equal(harness.bytes_of([13, 14, 15]), before)
-    assert _are_equal(harness.bytes_of([10, 11, 12]), untouched)
+    assert are_equal(harness.bytes_of([13, 14, 15]), before)
+    assert are_equal(harness.bytes_of([10, 11, 12]), untouched)
 
 
-def test_last_token_is_computed_even_if_all_blocks_are_there(
-    make: Callable[..., KvHarness],
-) -> None:
-    harness = make()
+def test_last_token_is_computed_even_if_all_blocks_are_there(harness: KvHarness) -> None:
     harness.serve("first", TEXT, range(6))
     assert harness.asks(harness.request("again", TEXT)) == len(TEXT) - PAGE
 
 
-def test_request_that_wants_no_cached_kv_gets_none(make: Callable[..., KvHarness]) -> None:
-    harness = make()
+def test_request_that_wants_no_cached_kv_gets_none(harness: KvHarness) -> None:
     harness.serve("first", TEXT, range(6))
     again = harness.request("again", TEXT + "s", skip_reading_prefix_cache=True)
     assert harness.asks(again) == 0
@@ -163,10 +151,7 @@ def test_finished_request_keeps_its_pages_until_every_rank_has_stored_them(
     make: Callable[..., KvHarness],
 ) -> None:
     harness = make(num_ranks=2)
-    request = harness.request("first", TEXT)
-    harness.asks(request)
-    message = harness.message((request, range(6), len(TEXT)))
-    harness.run(message, ends=False)
+    request = harness.begin("first", TEXT, range(6))
     request.num_computed_tokens = len(TEXT)
     assert harness.half.finish(request, range(6)) is True
     finishing = harness.message()
@@ -184,10 +169,7 @@ def test_finished_request_keeps_its_pages_until_every_rank_has_stored_them(
     assert harness.asks(harness.request("more", TEXT + "s")) == len(TEXT)
 
 
-def test_stores_of_a_step_that_vllm_did_not_end_begin_in_the_next(
-    make: Callable[..., KvHarness],
-) -> None:
-    harness = make()
+def test_stores_of_a_step_that_vllm_did_not_end_begin_in_the_next(harness: KvHarness) -> None:
     request = harness.request("first", TEXT)
     harness.asks(request)
     (rank,) = harness.ranks
@@ -216,10 +198,9 @@ def test_request_that_is_aborted_while_it_loads_leaves_nothing_behind(
 
 
 def test_request_that_is_aborted_while_another_connector_loads_its_pages_stores_nothing(
-    make: Callable[..., KvHarness],
+    harness: KvHarness,
 ) -> None:
     """vLLM counts the tokens as computed as soon as the load begins."""
-    harness = make()
     request = harness.request("first", TEXT)
     assert harness.asks(request) == 0
     harness.gets_pages(request, range(6))
@@ -230,9 +211,8 @@ def test_request_that_is_aborted_while_another_connector_loads_its_pages_stores_
 
 
 def test_pages_that_another_connector_failed_to_load_are_stored_when_they_are_computed(
-    make: Callable[..., KvHarness],
+    harness: KvHarness,
 ) -> None:
-    harness = make()
     request, other = harness.request("first", TEXT), harness.request("other", TEXT.upper())
     for each in (request, other):
         harness.asks(each)
@@ -250,9 +230,7 @@ def test_preempted_request_stores_nothing_and_its_slots_wait_for_all_ranks(
     make: Callable[..., KvHarness],
 ) -> None:
     harness = make(num_ranks=2, num_slots=6)
-    request = harness.request("first", TEXT)
-    harness.asks(request)
-    harness.run(harness.message((request, range(6), len(TEXT))), ends=False)
+    harness.begin("first", TEXT, range(6))
     used = harness.half.manager.cache.usage()[HOST].num_used
     harness.run(harness.message(preempted={"first"}), ends=False)
     harness.hear(harness.ranks[0])
@@ -262,28 +240,19 @@ def test_preempted_request_stores_nothing_and_its_slots_wait_for_all_ranks(
     assert harness.asks(harness.request("again", TEXT + "s")) == 0
 
 
-def test_request_that_was_preempted_is_stored_when_it_runs_again(
-    make: Callable[..., KvHarness],
-) -> None:
-    harness = make()
-    request = harness.request("first", TEXT)
-    harness.asks(request)
-    harness.run(harness.message((request, range(6), len(TEXT))), ends=False)
+def test_request_that_was_preempted_is_stored_when_it_runs_again(harness: KvHarness) -> None:
+    harness.begin("first", TEXT, range(6))
     harness.step(preempted={"first"})
     harness.fill(range(10, 16), seed=3)
     before = harness.bytes_of(range(10, 16))
     resumed = _generates(0, (list(range(10, 16)),))
     resumed.resumed_req_ids.add("first")
     harness.step(cached=resumed, num_scheduled={"first": len(TEXT)})
-    again = harness.request("again", TEXT + "s")
-    assert harness.asks(again) == len(TEXT)
-    harness.gets_pages(again, range(7), len(TEXT))
-    harness.step()
-    assert _are_equal(harness.bytes_of(range(6)), before)
+    harness.load("again", TEXT, range(7))
+    assert are_equal(harness.bytes_of(range(6)), before)
 
 
-def test_blocks_are_stored_as_they_become_full(make: Callable[..., KvHarness]) -> None:
-    harness = make()
+def test_blocks_are_stored_as_they_become_full(harness: KvHarness) -> None:
     request = harness.request("first", TEXT)
     harness.asks(request)
     harness.step((request, [0, 1], PAGE + 1))
@@ -298,10 +267,7 @@ def test_blocks_are_stored_as_they_become_full(make: Callable[..., KvHarness]) -
     assert harness.half.manager.cache.usage()[HOST].num_used == 2
 
 
-def test_step_in_which_nothing_moves_is_one_object_and_needs_no_answer(
-    make: Callable[..., KvHarness],
-) -> None:
-    harness = make()
+def test_step_in_which_nothing_moves_is_one_object_and_needs_no_answer(harness: KvHarness) -> None:
     request = harness.request("first", TEXT)
     harness.asks(request)
     harness.step((request, range(7), len(TEXT)))
@@ -319,10 +285,7 @@ def test_step_in_which_nothing_moves_is_one_object_and_needs_no_answer(
     assert [job.pages[0].pages for job in grown.stores] == [[6]]
 
 
-def test_stores_that_were_to_begin_in_a_step_end_before_a_request_does(
-    make: Callable[..., KvHarness],
-) -> None:
-    harness = make()
+def test_stores_that_were_to_begin_in_a_step_end_before_a_request_does(harness: KvHarness) -> None:
     request = harness.request("first", TEXT)
     harness.asks(request)
     (rank,) = harness.ranks
@@ -336,18 +299,14 @@ def test_stores_that_were_to_begin_in_a_step_end_before_a_request_does(
 
 
 def test_pages_of_a_load_that_failed_are_reported_and_its_block_forgotten(
-    make: Callable[..., KvHarness],
+    harness: KvHarness,
 ) -> None:
-    harness = make()
     harness.serve("first", TEXT, range(6))
     worker = harness.ranks[0].worker
     worker._engine.close()
     worker._engine = FailingLoads(worker._device)
     worker._engine.start()
-    again = harness.request("again", TEXT + "s")
-    assert harness.asks(again) == len(TEXT)
-    harness.gets_pages(again, range(10, 17), len(TEXT))
-    harness.step()
+    harness.load("again", TEXT, range(10, 17))
     assert harness.loaded == {"again"}
     assert harness.failed == set(range(10, 16))
     assert harness.asks(harness.request("more", TEXT + "s")) == 0
@@ -365,14 +324,9 @@ class FailingLoads(TransferEngine):
         return job
 
 
-def test_reset_forgets_all_and_the_ranks_end_their_copies_first(
-    make: Callable[..., KvHarness],
-) -> None:
-    harness = make()
+def test_reset_forgets_all_and_the_ranks_end_their_copies_first(harness: KvHarness) -> None:
     harness.serve("first", TEXT, range(6))
-    request = harness.request("second", TEXT[::-1])
-    harness.asks(request)
-    harness.run(harness.message((request, range(6, 12), len(TEXT))), ends=False)
+    harness.begin("second", TEXT[::-1], range(6, 12))
     harness.half.reset()
     harness.half.manager.cache.check_invariants()
     assert harness.half.manager.cache.usage()[HOST].num_used == 0
@@ -385,10 +339,7 @@ def test_reset_forgets_all_and_the_ranks_end_their_copies_first(
     assert not harness.half.has_pending_work
 
 
-def test_requests_that_began_before_new_weights_are_not_kept(
-    make: Callable[..., KvHarness],
-) -> None:
-    harness = make()
+def test_requests_that_began_before_new_weights_are_not_kept(harness: KvHarness) -> None:
     first = harness.request("first", TEXT)
     harness.asks(first)
     harness.gets_pages(first, range(6))
@@ -455,9 +406,8 @@ def test_full_host_memory_stores_what_it_can_later(make: Callable[..., KvHarness
 
 
 def test_requests_of_a_step_are_stored_by_one_call_each_block_once(
-    make: Callable[..., KvHarness], monkeypatch: pytest.MonkeyPatch
+    harness: KvHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness = make()
     calls: list[int] = []
     cache = harness.half.manager.cache
     reserve = cache.reserve
@@ -492,7 +442,7 @@ def test_requests_of_a_step_are_stored_by_one_call_each_block_once(
         assert harness.asks(again) == len(pages) * PAGE
         harness.gets_pages(again, [*pages, 20], len(pages) * PAGE)
         harness.step()
-        assert _are_equal(harness.bytes_of(pages), right)
+        assert are_equal(harness.bytes_of(pages), right)
         harness.half.finish(again, [])
 
 
@@ -511,9 +461,8 @@ def test_requests_of_a_step_that_have_no_room_together_are_stored_as_far_as_ther
 
 
 def test_hints_of_an_orchestrator_are_followed_and_unknown_ones_counted(
-    make: Callable[..., KvHarness], monkeypatch: pytest.MonkeyPatch
+    harness: KvHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness = make()
     heard: list[Hint] = []
     cache = harness.half.manager.cache
     monkeypatch.setattr(cache, "hint", lambda keys, hint, block_size: heard.append(hint))

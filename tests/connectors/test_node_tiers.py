@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.connectors.kv_harness import KvHarness
+from tests.connectors.kv_harness import KvHarness, are_equal
 from tests.kit.nodes import NodeProcess, running
 
 TEXT = "the quick brown fox jump"
@@ -40,22 +39,11 @@ def make(node: NodeProcess) -> Iterator[Callable[..., KvHarness]]:
 
 def _open_room(harness: KvHarness) -> None:
     """Reserve until the node's partition is open; an engine computes meanwhile."""
-    cache, until_s = harness.half.manager.cache, time.monotonic() + 10
+    cache, until_s = harness.half.manager.cache, time.monotonic() + 20
     while cache.reserve([b"k" * 36]) is None:
         assert time.monotonic() < until_s
         time.sleep(0.01)
     cache.abort([b"k" * 36])
-
-
-def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(*each) for each in zip(one, other, strict=True))
-
-
-def _serves_again(harness: KvHarness, name: str, pages: list[int]) -> None:
-    again = harness.request(name, TEXT + "s")
-    assert harness.asks(again) == len(TEXT)
-    harness.gets_pages(again, pages, len(TEXT))
-    harness.step()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -68,9 +56,9 @@ def test_pages_of_one_engine_come_to_another_byte_for_byte(
     first = one.serve("first", TEXT, range(6))
     assert one.half.finish(first, range(6)) is False, "nothing is under way any more"
     other.fill(range(24), seed=2)
-    _serves_again(other, "again", [9, 20, 3, 14, 7, 11, 12])
+    other.load("again", TEXT, [9, 20, 3, 14, 7, 11, 12])
     assert other.loaded == {"again"}
-    assert _are_equal(other.bytes_of([9, 20, 3, 14, 7, 11]), before)
+    assert are_equal(other.bytes_of([9, 20, 3, 14, 7, 11]), before)
     assert not other.failed
 
 
@@ -89,14 +77,9 @@ def test_engine_computes_while_its_node_is_dead_and_finds_it_again(
             time.sleep(0.01)
         assert num == 0
     node.start()
-    until_s = time.monotonic() + 20
-    cache = harness.half.manager.cache
-    while cache.reserve([b"k" * 36]) is None:
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-    cache.abort([b"k" * 36])
+    _open_room(harness)
     harness.serve("second", TEXT, range(6))
     before = harness.bytes_of(range(6))
-    _serves_again(harness, "again", [9, 20, 3, 14, 7, 11, 12])
-    assert _are_equal(harness.bytes_of([9, 20, 3, 14, 7, 11]), before)
+    harness.load("again", TEXT, [9, 20, 3, 14, 7, 11, 12])
+    assert are_equal(harness.bytes_of([9, 20, 3, 14, 7, 11]), before)
     assert not harness.failed

@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,13 @@ OPTIONS: dict[str, Any] = {
 DIFFERENT = 1e-3
 """Log-probabilities that are further apart are those of another input."""
 
+Connects = Callable[..., dict[str, Any]]
+"""Returns the value of ``--kv-transfer-config`` for some settings."""
 Prompt = dict[str, list[int]]
 Answer = list[Any]
 """Tokens, and per step the log-probabilities of the likeliest ones."""
+Answers = dict[str, list[tuple[int, Answer]]]
+"""Cached tokens and answers, by the state of the cache: "cold" or "warm"."""
 
 
 def connector(**settings: object) -> dict[str, Any]:
@@ -156,6 +160,27 @@ def moved_from_disk(before: tuple[float, float] = (0, 0)) -> tuple[float, float]
     name = "vllm:kvtier_moved_bytes_total"
     past_host, through = (count(name, src="disk", dst=dst) for dst in ("device", "host"))
     return past_host - before[0], through - before[1]
+
+
+def loaded(tier: str) -> float:
+    """Return the blocks that were loaded from a tier."""
+    return count("vllm:kvtier_loaded_chunks_total", tier=tier)
+
+
+def bind_ranks(patch: pytest.MonkeyPatch, num: int) -> None:
+    """Give each of so many ranks a core. vLLM wants a NUMA node for each otherwise."""
+    cores = sorted(os.sched_getaffinity(0))[:num]
+    if len(cores) < num:
+        pytest.skip(f"{num} ranks need as many cores")
+    patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+
+
+def damage(data: Path) -> None:
+    """Change three bytes of every 128 KiB of a slab: some in each block."""
+    with data.open("r+b") as file:
+        for at in range(0, data.stat().st_size, 128 << 10):
+            file.seek(at + 100)
+            file.write(b"\xa5\x5a\xa5")
 
 
 def count(name: str, **labels: str) -> float:

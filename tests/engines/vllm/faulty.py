@@ -7,26 +7,10 @@ from threading import Event
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 
-from kvtier.cache.transfer import CopyJob, TransferEngine
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.shared.worker import TierWorker
-from kvtier.core.errors import DeviceError
-from kvtier.devices import CopyBatch, Direction
 from kvtier.tiers.disk import DiskTier
-
-
-class FailingEngine(TransferEngine):
-    """Every second copy of each direction fails, beginning with the first."""
-
-    num = dict.fromkeys(Direction, 0)
-
-    def submit(self, steps: list[CopyBatch], direction: Direction) -> CopyJob:  # type: ignore[override]
-        self.num[direction] += 1
-        if self.num[direction] % 2 == 0:
-            return super().submit(steps, direction)
-        job = CopyJob(0, 1)
-        job.finish(DeviceError("a copy failed, as was planned"))
-        return job
+from tests.engines.vllm.faulty_connector import FailingEngine, replace_engine
 
 
 class FaultySpec(KvtierSpec):
@@ -36,8 +20,7 @@ class FaultySpec(KvtierSpec):
         worker = super().get_worker(kv_caches)
         assert isinstance(worker, TierWorker)
         if not isinstance(worker._engine, FailingEngine):
-            worker._engine.close()
-            worker._engine = FailingEngine(worker._device)
+            replace_engine(worker, FailingEngine)
         return worker
 
 

@@ -8,23 +8,33 @@ from typing import Any, ClassVar
 
 from kvtier.cache.transfer import CopyJob, TransferEngine
 from kvtier.connectors.vllm.kv_connector.connector import KvtierConnector
+from kvtier.connectors.vllm.shared.worker import TierWorker
 from kvtier.core.errors import DeviceError
-from kvtier.devices import CopyBatch, Direction
+from kvtier.devices import Direction
 
 
-class FailingLoads(TransferEngine):
-    """Every second copy to the device fails, beginning with the first."""
+class FailingEngine(TransferEngine):
+    """Every second copy of each direction fails, beginning with the first."""
 
-    num = 0
+    fails: ClassVar[frozenset[Direction]] = frozenset(Direction)
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(device)
+        self.num = dict.fromkeys(Direction, 0)
 
     def submit(self, steps: Any, direction: Direction) -> CopyJob:
-        batches: list[CopyBatch] = list(steps)
-        self.num += direction is Direction.LOAD
-        if direction is Direction.STORE or self.num % 2 == 0:
-            return super().submit(batches, direction)
+        self.num[direction] += 1
+        if direction not in self.fails or self.num[direction] % 2 == 0:
+            return super().submit(steps, direction)
         job = CopyJob(0, 1)
         job.finish(DeviceError("a copy failed, as was planned"))
         return job
+
+
+class FailingLoads(FailingEngine):
+    """Every second copy to the device fails, beginning with the first."""
+
+    fails = frozenset({Direction.LOAD})
 
 
 class SlowStores(TransferEngine):
@@ -43,10 +53,14 @@ class FaultyConnector(KvtierConnector):
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)
-        worker = self._pages.worker
-        worker._engine.close()
-        worker._engine = self.copies(worker._device)
-        worker._engine.start()
+        replace_engine(self._pages.worker, self.copies)
+
+
+def replace_engine(worker: TierWorker, kind: type[TransferEngine]) -> None:
+    """Give a rank another engine of copies."""
+    worker._engine.close()
+    worker._engine = kind(worker._device)
+    worker._engine.start()
 
 
 # MultiConnector looks up by this name the class that reads the statistics.

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial, reduce
 from hashlib import shake_128
 from pathlib import Path
@@ -41,7 +42,6 @@ import kvtier
 from kvtier.cache.transfer.ranks import Report
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.shared.pages import EnginePages
-from kvtier.connectors.vllm.shared.request_state import Advice
 from kvtier.connectors.vllm.shared.weights import vllm_source
 from kvtier.tiers.wrappers import Shards
 
@@ -56,6 +56,23 @@ WAITS = (LookupResult.RETRY, LookupResult.HIT_PENDING)
 
 def key_of(number: int) -> OffloadKey:
     return make_offload_key(shake_128(b"%d" % number).digest(32), 0)
+
+
+def offloading_config(
+    page_bytes: int, extra: dict[str, Any], engine_id: str = "", pages_per_block: int = 1
+) -> OffloadingConfig:
+    """Return the configuration of an engine of one rank, for an offloading spec."""
+    return OffloadingConfig(
+        groups=(OffloadingGroupConfig(TOKENS, ("layer.0",), 0),),
+        worker_kv_bytes_per_block=page_bytes,
+        enable_kv_cache_events=True,
+        extra_config=extra,
+        engine_id=engine_id or f"kvtier-test-{os.getpid()}-{next(NUMBERS)}",
+        model=OffloadingModelConfig("nobody/model", "bfloat16"),
+        cache=OffloadingCacheConfig(TOKENS, pages_per_block),
+        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
+        kv_cache_layout="LBHNC",
+    )
 
 
 class Replica:
@@ -124,14 +141,8 @@ class Replica:
 
     def _config(self, rank: int, extra: dict[str, object], engine_id: str) -> OffloadingConfig:
         num = self.num_ranks
-        return OffloadingConfig(
-            groups=(OffloadingGroupConfig(TOKENS, ("layer.0",), 0),),
-            worker_kv_bytes_per_block=self.page_bytes[rank],
-            enable_kv_cache_events=True,
-            extra_config=extra,
-            engine_id=engine_id,
-            model=OffloadingModelConfig("nobody/model", "bfloat16"),
-            cache=OffloadingCacheConfig(TOKENS, 1),
+        return replace(
+            offloading_config(self.page_bytes[rank], extra, engine_id),
             parallel=OffloadingParallelConfig(rank, num, num, 1, 1, 1, 0, 1, None, False),
             replicated_layout=self.replicated,
         )
@@ -236,26 +247,22 @@ class Replica:
 
     def _num_found(self, context: ReqContext, numbers: Sequence[int]) -> int:
         """Look blocks up as vLLM's scheduler does, step by step; return the number of hits."""
-        num_tokens = (len(numbers) + 1) * TOKENS
-        end_s = time.monotonic() + PATIENCE_S
-        state, promotion = self.manager.state_of(context.req_id), self.manager.promotion
-        while time.monotonic() < end_s:
-            if promotion.must_wait(state, 0):
-                self.step()
-                continue
-            state.begin_look_up(0)
+        state, end_s = self.manager.state_of(context.req_id), time.monotonic() + PATIENCE_S
+
+        def look_up() -> int | None:
             found = []
             for number in numbers:
                 found.append(self.manager.lookup(key_of(number), context))
                 if found[-1] is LookupResult.MISS:
                     break
-            if not any(each in WAITS for each in found):
-                return found.count(LookupResult.HIT)
-            match promotion.advise(state, 0, num_tokens):
-                case Advice.COMPUTE:
-                    return 0
-                case Advice.WAIT:
-                    self.step()
+            waits = any(each in WAITS for each in found)
+            return None if waits else TOKENS * found.count(LookupResult.HIT)
+
+        while time.monotonic() < end_s:
+            num = self.manager.num_to_load(state, 0, (len(numbers) + 1) * TOKENS, look_up)
+            if num is not None:
+                return int(num) // TOKENS
+            self.step()
         raise AssertionError("it waits for ever")
 
     def close(self) -> None:

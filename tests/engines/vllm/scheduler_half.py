@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,16 +19,17 @@ from tests.engines.vllm.engines import ENVIRONMENT, MODEL
 
 PAGE = 16
 """Tokens of a block of vLLM's."""
+ATTENTION = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=32, dtype=torch.float32)
 HASHER = get_request_block_hasher(PAGE, sha256)
 
 
-def make_config() -> VllmConfig:
-    """Return vLLM's configuration for the built-in model."""
+def make_config(model: Path = MODEL, **options: Any) -> VllmConfig:
+    """Return vLLM's configuration for a model."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        options = EngineArgs(model=str(MODEL), dtype="float32", block_size=PAGE)
-        config = options.create_engine_config()
+        given = EngineArgs(model=str(model), dtype="float32", block_size=PAGE, **options)
+        config = given.create_engine_config()
     config.cache_config.kv_cache_layout = "LBHNC"
     init_none_hash(sha256)
     return config
@@ -37,8 +39,5 @@ def make_half(config: VllmConfig, connects: dict[str, Any], replica: int = 0) ->
     """Return the connector for a value of ``--kv-transfer-config``."""
     config.kv_transfer_config = KVTransferConfig(**connects)
     config.parallel_config.data_parallel_index = replica
-    attention = FullAttentionSpec(
-        block_size=PAGE, num_kv_heads=1, head_size=32, dtype=torch.float32
-    )
-    cache = KVCacheConfig(64, [], [KVCacheGroupSpec(["layer.0"], attention)])
+    cache = KVCacheConfig(64, [], [KVCacheGroupSpec(["layer.0"], ATTENTION)])
     return KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)

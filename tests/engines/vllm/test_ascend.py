@@ -6,29 +6,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
-import torch  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (  # noqa: E402
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
 )
-from vllm.v1.kv_cache_interface import (  # noqa: E402
+from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
 )
-from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec  # noqa: E402
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 
-from kvtier.connectors.vllm.offloading.ascend import split_caches  # noqa: E402
-from kvtier.connectors.vllm.offloading.translation import HostSlots  # noqa: E402
-from kvtier.connectors.vllm.offloading.worker import OffloadedPages  # noqa: E402
-from kvtier.connectors.vllm.shared.copies import BlockSlots  # noqa: E402
-from kvtier.connectors.vllm.shared.worker import RankLimits  # noqa: E402
-from kvtier.core.errors import LayoutError  # noqa: E402
-from kvtier.core.types import Slot  # noqa: E402
-from tests.devices.drivers import make_device  # noqa: E402
-from tests.engines.vllm.engines import connector  # noqa: E402
-from tests.kit.fakes.fake import Fake  # noqa: E402
+from kvtier.connectors.vllm.offloading.ascend import split_caches
+from kvtier.connectors.vllm.offloading.translation import HostSlots
+from kvtier.connectors.vllm.offloading.worker import OffloadedPages
+from kvtier.connectors.vllm.shared.copies import BlockSlots
+from kvtier.connectors.vllm.shared.worker import RankLimits
+from kvtier.core.errors import LayoutError
+from kvtier.core.types import Slot
+from tests.devices.drivers import make_device
+from tests.engines.vllm.engines import connector
+from tests.kit.fakes.fake import Fake
 
 NUM_PAGES, PAGE, HEADS, DIM = 6, 4, 2, 8
 PART_BYTES = PAGE * HEADS * DIM * 2
@@ -104,31 +101,6 @@ def test_only_offloaded_groups_count_and_shared_memory_counts_once() -> None:
     assert _shares(found)[0] == _shares(found)[1]
 
 
-def test_several_rows_of_the_kernel_make_one_page() -> None:
-    pair = _pair(2 * NUM_PAGES)
-    spec = FullAttentionSpec(
-        block_size=2 * PAGE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16
-    )
-    found = split_caches({"a": pair}, _config((["a"], spec)), [0])
-    assert found is not None
-    assert _shares(found) == [[(each.data_ptr(), 2 * PART_BYTES, 2 * PART_BYTES) for each in pair]]
-
-
-def test_rows_beyond_vllms_pages_hide_no_values() -> None:
-    pair = _pair(2 * NUM_PAGES)
-    found = split_caches({"a": pair}, _config((["a"], _spec())), [0])
-    assert found is not None
-    assert [ref.page_size_bytes for ref in found.group_data_refs[0]] == [PART_BYTES] * 2
-
-
-def test_view_of_all_parts_stands_for_them() -> None:
-    full = torch.zeros((NUM_PAGES, 2 * PART_BYTES), dtype=torch.int8)
-    keys, values = full[:, :PART_BYTES], full[:, PART_BYTES:]
-    found = split_caches({"a": (keys, values, full)}, _config((["a"], _spec())), [0])
-    assert found is not None
-    assert _shares(found) == [[(full.data_ptr(), 2 * PART_BYTES, 2 * PART_BYTES)]]
-
-
 def test_states_of_recurrent_layers_are_shares() -> None:
     memory = torch.zeros(1 + NUM_PAGES * 5, dtype=torch.int8)
     states = [
@@ -142,25 +114,6 @@ def test_states_of_recurrent_layers_are_shares() -> None:
     assert found is not None
     first, second = (state.data_ptr() for state in states)
     assert _shares(found) == [[(first, 2, 2), (second, 3, 3)]]
-
-
-@pytest.mark.parametrize(
-    ("parts", "reason"),
-    [
-        ([(NUM_PAGES, PAGE, HEADS, DIM)], "a: no axis of .* is one of 6 pages of 256 bytes"),
-        ([(NUM_PAGES - 1, PAGE, HEADS, DIM * 2)] * 2, "a: no axis of .* is one of 6 pages"),
-    ],
-)
-def test_parts_that_are_not_whole_pages_are_refused(
-    parts: list[tuple[int, ...]], reason: str
-) -> None:
-    caches = {"a": [torch.zeros(shape, dtype=torch.int8).expand(shape) for shape in parts]}
-    if len(parts) == 2:
-        caches = {"a": [_random(*shape) for shape in parts]}
-    else:
-        caches = {"a": [*caches["a"], torch.zeros((NUM_PAGES, 1), dtype=torch.int8)]}
-    with pytest.raises(LayoutError, match=reason):
-        split_caches(caches, _config((["a"], _spec())), [0])
 
 
 def test_scattered_bytes_of_a_page_are_refused() -> None:

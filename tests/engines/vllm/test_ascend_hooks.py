@@ -11,9 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -21,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
@@ -36,7 +32,7 @@ from kvtier.connectors.vllm.shared.fronts import OWN
 from kvtier.core.types import Slot
 from tests.engines.vllm.ascend.runner import RUNNER
 from tests.engines.vllm.ascend.sources import FOLDER, VERSIONS, Sources
-from tests.engines.vllm.scheduler_half import PAGE, make_config
+from tests.engines.vllm.scheduler_half import ATTENTION, PAGE, make_config
 
 pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="make peers-ascend fetches the sources")
 
@@ -61,12 +57,9 @@ def config() -> Any:
 @pytest.fixture
 def caches(config: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[torch.Tensor, ...]]:
     """Register keys and values apart, and make the connector vLLM's."""
-    attention = FullAttentionSpec(
-        block_size=PAGE, num_kv_heads=1, head_size=32, dtype=torch.float32
-    )
-    size = NUM_PAGES * attention.page_size_bytes
+    size = NUM_PAGES * ATTENTION.page_size_bytes
     tensors = [KVCacheTensor(size=size, layers=[LAYER], layer_stride=0, block_stride=0)]
-    sizes = KVCacheConfig(NUM_PAGES, tensors, [KVCacheGroupSpec([LAYER], attention)])
+    sizes = KVCacheConfig(NUM_PAGES, tensors, [KVCacheGroupSpec([LAYER], ATTENTION)])
     connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, sizes)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
     parts = torch.zeros(SHAPE), torch.zeros(SHAPE)

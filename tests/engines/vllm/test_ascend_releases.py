@@ -9,9 +9,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -23,12 +18,12 @@ from transformers import (
 
 from tests.engines.vllm.engines import (
     BLOCK,
+    Connects,
     connector,
     count,
     engine,
     moved_from_disk,
     one_by_one,
-    own_connector,
     prompt,
     with_disk,
 )
@@ -144,15 +139,9 @@ def test_kv_of_several_groups_comes_directly_from_disk(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("connects", [connector, own_connector])
-def test_latents_of_two_ranks_are_stored_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connects: Callable[..., dict[str, Any]]
-) -> None:
+@pytest.mark.usefixtures("two_cores")
+def test_latents_of_two_ranks_are_stored_once(tmp_path: Path, connects: Connects) -> None:
     """Both ranks have the same: the first one stores it, in memory that the other one maps."""
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
-        pytest.skip("two ranks need two cores")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
     save_random(KINDS["latent"], tmp_path / "model")
     prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
     slab = str(tmp_path / "slab")

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 import torch
 import vllm
 

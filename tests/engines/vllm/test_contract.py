@@ -15,15 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
+from vllm.config import KVTransferConfig
 
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
-from vllm.config import KVTransferConfig  # noqa: E402
-
-from kvtier.connectors.common.contract import Sources, version_of  # noqa: E402
-from kvtier.connectors.vllm.offloading.contract import OPTIONS  # noqa: E402
-from kvtier.connectors.vllm.shared.fronts import OFFLOADING, choose, front_named  # noqa: E402
-from kvtier.connectors.vllm.shared.registry import CONNECTOR_NAME, wrap_factory  # noqa: E402
+from kvtier.connectors.common.contract import Sources, version_of
+from kvtier.connectors.vllm.offloading.contract import OPTIONS
+from kvtier.connectors.vllm.shared.fronts import OFFLOADING, choose, front_named
+from kvtier.connectors.vllm.shared.registry import CONNECTOR_NAME, wrap_factory
 
 NAME = os.environ.get("KVTIER_CONNECTOR", "")
 FRONT = front_named(NAME) if NAME else choose().front or OFFLOADING

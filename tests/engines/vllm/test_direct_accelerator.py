@@ -19,20 +19,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 import torch
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvtier.cache.transfer import LocalMover
-from kvtier.cache.transfer.ranks import RankOrder, Verb
-from kvtier.connectors.vllm.offloading.translation import HostSlots
+from kvtier.cache.transfer.ranks import Verb
 from kvtier.connectors.vllm.shared import halves
-from kvtier.connectors.vllm.shared.copies import BlockSlots
 from kvtier.core.errors import ConfigError
-from kvtier.core.types import DISK, Direct, Slot, Verify
+from kvtier.core.types import DISK, Direct, Verify
 from kvtier.devices import Fence
 from kvtier.devices.synchronous import Passed
 from tests.devices.drivers import make_device
@@ -48,7 +42,11 @@ from tests.engines.vllm.test_direct import (
     TO_PAGES,
     Rank,
     _random,
+    check_blocks,
+    check_damaged,
     check_groups,
+    in_slots,
+    order,
 )
 from tests.kit.fakes.storage import LIBRARIES, Fault, StorageFake
 from tests.tiers.disk.accelerated import KINDS, on_fake
@@ -165,35 +163,8 @@ def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Far]:
 def test_a_direct_read_brings_what_host_memory_brings(
     name: str, sizes: tuple[int, ...], n: int, tmp_path: Path
 ) -> None:
-    num_blocks = 4
     with far_rank(name, tmp_path, sizes, n, Direct.ON, Verify.SAMPLED) as rank:
-        assert rank.worker.take_report(frozenset()).hellos[0].direct == {DISK}
-        rank.store(num_blocks, range(num_blocks))
-
-        @settings(max_examples=max(7, settings().max_examples // 3))
-        @given(
-            direct=st.sets(st.integers(0, num_blocks - 1), min_size=1),
-            first=st.integers(0, n - 1),
-            num_less=st.integers(0, n - 1),
-            seed=st.integers(0, 2**32 - 1),
-        )
-        def check(direct: set[int], first: int, num_less: int, seed: int) -> None:
-            random = np.random.default_rng(seed)
-            blocks = random.permutation(num_blocks).tolist()
-            to = random.permutation(NUM_PAGES)[: num_blocks * n - first - num_less].tolist()
-            before = _random(rank, seed)
-            rank.fill(before)
-            rank.load(blocks, [], to, first)
-            expected = rank.pages()
-            rank.fill(before)
-            done = rank.load(blocks, sorted(direct), to, first)
-            assert done is not None
-            assert (done.failed, done.num_bytes) == (frozenset(), len(direct) * rank.slot_bytes)
-            np.testing.assert_array_equal(rank.pages(), expected)
-            assert not np.array_equal(expected, before)
-            assert rank.worker.take_failed_loads() == []
-
-        check()
+        check_blocks(rank)
         assert rank.fake.num_transfers > 0
 
 
@@ -238,9 +209,9 @@ def test_a_read_waits_for_those_who_use_its_pages_still(
         monkeypatch.setattr(rank.far, "fence", drop)
     rank.fake.hold()
     rank.compute(7)
-    order = RankOrder(2, Verb.READ, DISK, NAMES[:3], (Slot(0), Slot(1), Slot(2)))
-    target = spec_of([3, 4, 5])
-    assert rank.worker.submit_load(9, HostSlots(BlockSlots([], range(3), [order])), target)
+    read = order(2, Verb.READ, range(3), NAMES[:3])
+    target = GPULoadStoreSpec([3, 4, 5], [3], [0])
+    assert rank.worker.submit_load(9, in_slots([], range(3), read), target)
     if heeds:
         for _ in range(20):
             rank.worker.rest()
@@ -258,16 +229,12 @@ def test_a_read_waits_for_those_who_use_its_pages_still(
     assert rank.fake.storage_leaks == []
 
 
-def spec_of(to: list[int]) -> object:
-    return type(TO_PAGES)(to, [len(to)], [0])
-
-
 def test_load_is_done_when_the_driver_has_answered(rank: Far) -> None:
     """Until then the driver may write to these pages, so vLLM must not reuse them."""
     rank.store(2, [0, 1])
     rank.fake.hold_storage()
-    order = RankOrder(2, Verb.READ, DISK, NAMES[1:2], (Slot(1),))
-    assert rank.worker.submit_load(9, HostSlots(BlockSlots([Slot(0)], [1], [order])), TO_PAGES)
+    read = order(2, Verb.READ, [1], NAMES[1:2])
+    assert rank.worker.submit_load(9, in_slots([0], [1], read), TO_PAGES)
     for _ in range(60_000):
         if rank.fake.num_moving:
             break
@@ -305,16 +272,7 @@ def test_load_with_a_flipped_bit_fails_and_its_block_is_gone(
     """A damaged block that is verified, here the first of a sample, is dropped."""
     monkeypatch.setattr(LocalMover, "scrub", lambda self: [])  # it might find the block before
     with far_rank(name, tmp_path, GQA, 1, Direct.ON, Verify.SAMPLED) as rank:
-        rank.store(3, [0, 1, 2])
-        (data,) = tmp_path.rglob("data.slab")
-        with data.open("r+b") as file:
-            at = file.read().index(rank.pages()[0, :256].tobytes())
-            file.seek(at + 17)
-            file.write(b"\xa5\x5a\xa5")
-        done = rank.load([0, 1, 2], [0, 1, 2], [3, 4, 5])
-        assert done is not None
-        assert (done.failed, done.gone, done.num_damaged) == ({0}, {0}, 1)
-        assert rank.worker.take_failed_loads() == [2]
+        check_damaged(rank, tmp_path, 0)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

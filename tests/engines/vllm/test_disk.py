@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 from tests.engines.vllm.engines import (
     BLOCK,
     Answer,
+    Answers,
     Prompt,
     connector,
     count,
+    damage,
     engine,
+    loaded,
     moved_from_disk,
     one_by_one,
     prompt,
@@ -40,59 +41,32 @@ CROWD: list[Prompt] = [
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, list[tuple[int, Answer]]]:
-    """Return vLLM's answers without kvtier: computed, and from its own pool."""
-    with engine(None) as llm:
-        cold = one_by_one(llm, PROMPTS)
-        warm = one_by_one(llm, PROMPTS)
-        crowd = run(llm, *CROWD)
-    return {"cold": cold, "warm": warm, "crowd": crowd}
-
-
-@pytest.fixture(scope="module")
 def slab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("slab")
 
 
 @pytest.mark.timeout(600)
-def test_kv_comes_from_host_and_after_a_restart_from_disk(
-    alone: dict[str, list[tuple[int, Answer]]], slab: Path
-) -> None:
+def test_kv_comes_from_host_and_after_a_restart_from_disk(alone: Answers, slab: Path) -> None:
     with engine(with_disk(slab, load_policy="always")) as llm:
         assert one_by_one(llm, PROMPTS) == alone["cold"]
         assert llm.reset_prefix_cache()
-        before = {
-            tier: count("vllm:kvtier_loaded_chunks_total", tier=tier) for tier in ("host", "disk")
-        }
+        before = {tier: loaded(tier) for tier in ("host", "disk")}
         assert one_by_one(llm, PROMPTS) == alone["warm"]
-        assert count("vllm:kvtier_loaded_chunks_total", tier="host") - before["host"] == 36
-        assert count("vllm:kvtier_loaded_chunks_total", tier="disk") == before["disk"]
+        assert (loaded("host") - before["host"], loaded("disk") - before["disk"]) == (36, 0)
     with engine(with_disk(slab, load_policy="always")) as llm:
-        before = {
-            tier: count("vllm:kvtier_loaded_chunks_total", tier=tier) for tier in ("host", "disk")
-        }
+        before = {tier: loaded(tier) for tier in ("host", "disk")}
         assert one_by_one(llm, PROMPTS) == alone["warm"]
-        assert count("vllm:kvtier_loaded_chunks_total", tier="disk") - before["disk"] == 36
-        assert count("vllm:kvtier_loaded_chunks_total", tier="host") == before["host"]
+        assert (loaded("host") - before["host"], loaded("disk") - before["disk"]) == (0, 36)
         assert count("vllm:kvtier_moved_bytes_total", src="disk", dst="host") > 0
 
 
 @pytest.mark.timeout(600)
-def test_damaged_slab_is_computed_again(
-    alone: dict[str, list[tuple[int, Answer]]], slab: Path
-) -> None:
-    _damage(slab / "rank0" / "data.slab")
+def test_damaged_slab_is_computed_again(alone: Answers, slab: Path) -> None:
+    damage(slab / "rank0" / "data.slab")
     with engine(with_disk(slab)) as llm:
         assert one_by_one(llm, PROMPTS) == alone["cold"]
         assert one_by_one(llm, PROMPTS) == alone["warm"]
         assert count("vllm:kvtier_failed_chunks_total", src="disk") >= 6
-
-
-def _damage(data: Path) -> None:
-    with data.open("r+b") as file:
-        for at in range(2000, data.stat().st_size, 200_000):
-            file.seek(at)
-            file.write(b"\xa5\x5a\xa5")
 
 
 @pytest.mark.timeout(600)
@@ -135,9 +109,7 @@ def _small_disk(path: Path, megabytes: int) -> Iterator[Path]:
 
 
 @pytest.mark.timeout(600)
-def test_full_disk_is_no_reason_to_stop(
-    alone: dict[str, list[tuple[int, Answer]]], tmp_path: Path
-) -> None:
+def test_full_disk_is_no_reason_to_stop(alone: Answers, tmp_path: Path) -> None:
     """Blocks and journal have reserved their space."""
     config = with_disk(tmp_path, disk_capacity="16MiB")
     with _small_disk(tmp_path, 20) as folder, engine(config) as llm:
@@ -155,7 +127,7 @@ def test_full_disk_is_no_reason_to_stop(
 
 @pytest.mark.timeout(900)
 def test_kv_comes_directly_from_disk(
-    alone: dict[str, list[tuple[int, Answer]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    alone: Answers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Blocks bypass host memory: all of them, or the excess. Damaged blocks are detected."""
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # vLLM's memory begins at a page
@@ -171,7 +143,7 @@ def test_kv_comes_directly_from_disk(
         before = moved_from_disk()
         assert one_by_one(llm, PROMPTS) == alone["warm"]
         assert moved_from_disk(before) == (num_bytes / 2, num_bytes / 2)
-    _damage(tmp_path / "rank0" / "data.slab")
+    damage(tmp_path / "rank0" / "data.slab")
     with engine(with_disk(tmp_path, disk_direct="on")) as llm:
         failed = count("vllm:kvtier_failed_chunks_total", src="disk", dst="device")
         assert one_by_one(llm, PROMPTS) == alone["cold"]
@@ -180,9 +152,7 @@ def test_kv_comes_directly_from_disk(
 
 
 @pytest.mark.timeout(600)
-def test_disk_that_answers_nothing_holds_nobody_up(
-    alone: dict[str, list[tuple[int, Answer]]], tmp_path: Path
-) -> None:
+def test_disk_that_answers_nothing_holds_nobody_up(alone: Answers, tmp_path: Path) -> None:
     """Its reads go to host memory and can be abandoned; reads into vLLM's pages could not."""
     with engine(with_disk(tmp_path)) as llm:
         one_by_one(llm, PROMPTS)
@@ -193,19 +163,13 @@ def test_disk_that_answers_nothing_holds_nobody_up(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("two_cores")
 @pytest.mark.parametrize("direct", ["off", "on"])
 def test_two_ranks_find_their_shards_after_a_restart(
     direct: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each rank has half of the heads and a slab of its own; the scheduler decides for both."""
-    monkeypatch.setenv(
-        "THP_MEM_ALLOC_ENABLE", "1"
-    )  # where it is on, vLLM's memory begins at a page
-    # vLLM wants a NUMA node for each rank, unless its cores are configured.
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
-        pytest.skip("two ranks need two cores")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # where on, vLLM's memory begins at a page
     config = with_disk(tmp_path, disk_direct=direct)
     with engine(config, tensor_parallel_size=2) as llm:
         one_by_one(llm, PROMPTS)
@@ -216,7 +180,7 @@ def test_two_ranks_find_their_shards_after_a_restart(
     with engine(config, tensor_parallel_size=2) as llm:
         before = moved_from_disk()
         assert one_by_one(llm, PROMPTS) == on_device
-        assert count("vllm:kvtier_loaded_chunks_total", tier="disk") > 0
+        assert loaded("disk") > 0
         past_host, through = moved_from_disk(before)
         assert (past_host > 0, through > 0) == (direct == "on", direct == "off")
     assert (tmp_path / "rank0" / "data.slab").stat().st_size <= 128 << 20, "half for each"
@@ -224,15 +188,15 @@ def test_two_ranks_find_their_shards_after_a_restart(
 
 
 @pytest.mark.timeout(600)
-def test_crowd_that_shares_prefixes(
-    alone: dict[str, list[tuple[int, Answer]]], tmp_path: Path
-) -> None:
+def test_crowd_that_shares_prefixes(tmp_path: Path) -> None:
     """200 prompts at once, more than the device pool holds: first computed, then from the disk."""
+    with engine(None) as llm:
+        alone = run(llm, *CROWD)
     with engine(with_disk(tmp_path)) as llm:
-        _same_tokens(run(llm, *CROWD), alone["crowd"])
+        _same_tokens(run(llm, *CROWD), alone)
     with engine(with_disk(tmp_path)) as llm:
         found = run(llm, *CROWD)
-        _same_tokens(found, alone["crowd"])
+        _same_tokens(found, alone)
         assert all(cached >= BLOCK for cached, _ in found)
 
 
@@ -246,7 +210,7 @@ def _same_tokens(found: list[tuple[int, Answer]], expected: list[tuple[int, Answ
 
 
 @pytest.mark.timeout(600)
-def test_copies_that_fail_are_computed(alone: dict[str, list[tuple[int, Answer]]]) -> None:
+def test_copies_that_fail_are_computed(alone: Answers) -> None:
     faulty = connector(
         host_capacity="256MiB", spec_name="FaultySpec", spec_module_path="tests.engines.vllm.faulty"
     )

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 import msgspec
 import zmq
 from vllm.distributed.kv_events import (

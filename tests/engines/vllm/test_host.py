@@ -12,8 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 from tests.engines.vllm.engines import BLOCK, connector, engine, one_by_one, prompt, run
 
 
@@ -70,12 +68,3 @@ def test_prompts_beyond_the_device_pool_come_back_from_the_host(llm: Any) -> Non
     assert [cached for cached, _ in warm] == [6 * BLOCK] * 14
     for (_, before), (_, after) in zip(cold, warm, strict=True):
         assert before[0] == after[0]
-
-
-def test_emptied_cache_is_empty_and_fills_again(llm: Any) -> None:
-    some = prompt(5000, 3 * BLOCK + 50)
-    run(llm, some)
-    assert llm.reset_prefix_cache(reset_connector=True)
-    for cached in (0, 3 * BLOCK):
-        assert run(llm, some)[0][0] == cached
-        assert llm.reset_prefix_cache()

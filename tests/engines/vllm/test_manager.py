@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -124,6 +121,19 @@ class Scheduler:
         """Return the advice for a request with a prompt of three blocks."""
         return self.manager.promotion.advise(self.manager.state_of(name), 0, 3 * STEP)
 
+    def waits(self, name: str, keys: list[OffloadKey]) -> ReqContext:
+        """Begin a request that waits for its blocks on disk."""
+        context = self.request(name, keys)
+        self.look_up(context, keys)
+        assert self.advise(name) is Advice.WAIT
+        return context
+
+    def serve(self, name: str, keys: list[OffloadKey], **changes: object) -> None:
+        """Store a request's blocks, and finish it."""
+        context = self.request(name, keys, **changes)
+        self.store(context, keys)
+        self.manager.on_request_finished(context)
+
     def num_worth_loading(self, name: str) -> int:
         """Return how many tokens of two blocks of such a prompt are worth loading."""
         state = self.manager.state_of(name)
@@ -184,9 +194,7 @@ def test_block_on_disk_is_asked_for_once_and_then_in_host_memory(scheduler: Sche
 def test_two_requests_share_what_is_on_its_way(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:2])
     for name in ("one", "other"):
-        request = scheduler.request(name, KEYS[:2])
-        scheduler.look_up(request, KEYS[:2])
-        assert scheduler.advise(name) is Advice.WAIT
+        scheduler.waits(name, KEYS[:2])
     assert len(scheduler.reads()) == 1
 
 
@@ -230,9 +238,7 @@ def test_log_has_once_what_was_decided(caplog: pytest.LogCaptureFixture) -> None
 
 def test_damaged_block_is_a_miss(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:2])
-    request = scheduler.request("again", KEYS[:2])
-    scheduler.look_up(request, KEYS[:2])
-    scheduler.advise("again")
+    request = scheduler.waits("again", KEYS[:2])
     scheduler.carry_out(1)
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT, LookupResult.MISS]
 
@@ -240,17 +246,13 @@ def test_damaged_block_is_a_miss(scheduler: Scheduler) -> None:
 def test_block_whose_read_failed_is_computed_and_stays_on_disk(scheduler: Scheduler) -> None:
     """The request that waited for it does not wait for another read; another request may."""
     scheduler.to_disk(KEYS[:2])
-    request = scheduler.request("again", KEYS[:2])
-    scheduler.look_up(request, KEYS[:2])
-    scheduler.advise("again")
+    request = scheduler.waits("again", KEYS[:2])
     scheduler.carry_out(failed=[1])
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT, LookupResult.RETRY]
     assert scheduler.advise("again") is Advice.LOOK_AGAIN
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT, LookupResult.MISS]
     assert not scheduler.reads()
-    later = scheduler.request("later", KEYS[:2])
-    scheduler.look_up(later, KEYS[:2])
-    assert scheduler.advise("later") is Advice.WAIT
+    scheduler.waits("later", KEYS[:2])
     assert len(scheduler.reads()) == 1
 
 
@@ -264,9 +266,7 @@ def test_copies_to_the_device_are_learnt_together(scheduler: Scheduler) -> None:
 
 def test_blocks_are_counted_by_where_they_came_from(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:2])
-    request = scheduler.request("again", KEYS[:2])
-    scheduler.look_up(request, KEYS[:2])
-    scheduler.advise("again")
+    request = scheduler.waits("again", KEYS[:2])
     scheduler.carry_out()
     scheduler.manager.get_stats()
     for _ in range(2):
@@ -283,15 +283,11 @@ def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits() 
     scheduler.to_disk(KEYS[:2], num_others=16)
     for number in range(100, 130):
         prompt = [make_offload_key(bytes([number, at]) * 16, 0) for at in range(4)]
-        request = scheduler.request(f"burst {number}", prompt)
-        scheduler.store(request, prompt)
-        scheduler.manager.on_request_finished(request)
+        scheduler.serve(f"burst {number}", prompt)
     writes = scheduler.manager.take_orders()
     assert sum(len(write.names) for write in writes if write.verb is Verb.WRITE) == 4, "a quarter"
     assert scheduler.ladder.num_available(HOST) == 12
-    request = scheduler.request("again", KEYS[:2])
-    scheduler.look_up(request, KEYS[:2])
-    assert scheduler.advise("again") is Advice.WAIT
+    request = scheduler.waits("again", KEYS[:2])
     (read,) = scheduler.reads()
     scheduler.manager.hear(Report(done={read.order_id: Done()}))
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT] * 2
@@ -303,9 +299,7 @@ def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits() 
 
 def test_vllm_is_told_what_all_engines_tell(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:2])
-    request = scheduler.request("loads", KEYS[:2])
-    scheduler.look_up(request, KEYS[:2])
-    assert scheduler.advise("loads") is Advice.WAIT
+    request = scheduler.waits("loads", KEYS[:2])
     scheduler.carry_out()
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT] * 2
     scheduler.load(KEYS[:2], request)
@@ -345,12 +339,7 @@ def test_end_of_a_request_keeps_its_beginning(scheduler: Scheduler) -> None:
     scheduler.store(scheduler.request("other", KEYS[4:6]), KEYS[4:6])
     asks = scheduler.request("asks", KEYS[:6])
     found = scheduler.look_up(asks, KEYS[:6])
-    assert [KEYS[at] for at, each in enumerate(found) if each is LookupResult.HIT] == [
-        KEYS[0],
-        KEYS[1],
-        KEYS[4],
-        KEYS[5],
-    ]
+    assert [at for at, each in enumerate(found) if each is LookupResult.HIT] == [0, 1, 4, 5]
 
 
 def test_blocks_of_an_adapter_stay_in_memory(scheduler: Scheduler) -> None:
@@ -420,14 +409,6 @@ def test_events_tell_of_both_tiers(scheduler: Scheduler) -> None:
     assert list(scheduler.manager.take_events()) == []
 
 
-def test_emptied_cache_has_nothing_on_disk_either(scheduler: Scheduler) -> None:
-    scheduler.to_disk(KEYS[:1])
-    scheduler.manager.reset_cache()
-    scheduler.carry_out()
-    request = scheduler.request("again", KEYS[:1])
-    assert scheduler.look_up(request, KEYS[:1]) == [LookupResult.MISS]
-
-
 def test_full_disk_of_the_smallest_rank_gives_up_the_oldest_blocks(scheduler: Scheduler) -> None:
     scheduler.manager.hear(Report(hellos={0: Hello(4, num_blocks={DISK: 2})}))
     for at, key in enumerate(KEYS[:3]):
@@ -453,7 +434,9 @@ def test_pause_keeps_the_tiers_and_gives_up_copies_under_way(scheduler: Schedule
     assert in_memory is LookupResult.HIT
     assert half_stored is LookupResult.MISS
     scheduler.manager.reset_cache()  # another one, with other weights
-    assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.MISS] * 2
+    scheduler.carry_out()
+    anew = scheduler.request("anew", KEYS[:2])
+    assert scheduler.look_up(anew, KEYS[:2]) == [LookupResult.MISS] * 2, "nor on disk"
 
 
 def two_groups(numbers: Sequence[int]) -> list[OffloadKey]:
@@ -514,13 +497,9 @@ def test_after_a_flood_a_conversation_is_there_if_its_request_said_so(
 ) -> None:
     """A client may raise two blocks, a quarter of the tier."""
     scheduler = Scheduler(num_host=8, num_disk=0, follows_hints=follows_hints)
-    talk = scheduler.request("talk", KEYS[:2], kv_transfer_params={"kvtier": hint})
-    scheduler.store(talk, KEYS[:2])
-    scheduler.manager.on_request_finished(talk)
+    scheduler.serve("talk", KEYS[:2], kv_transfer_params={"kvtier": hint})
     for first in (2, 4, 6, 8, 10):
-        other = scheduler.request(f"other {first}", KEYS[first : first + 2])
-        scheduler.store(other, KEYS[first : first + 2])
-        scheduler.manager.on_request_finished(other)
+        scheduler.serve(f"other {first}", KEYS[first : first + 2])
     again = scheduler.request("again", KEYS[:2])
     hits = scheduler.look_up(again, KEYS[:2])
     assert hits.count(LookupResult.HIT) == found

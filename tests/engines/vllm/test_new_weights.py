@@ -9,26 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 from safetensors.torch import load_file, save_file
 
 from tests.engines.vllm.engines import (
     BLOCK,
     MODEL,
     Answer,
+    Connects,
     are_close,
-    connector,
     engine,
     one_by_one,
-    own_connector,
     prompt,
 )
 from tests.kit.nodes import running
 
 PROMPTS = [prompt(1700 + seed, 4 * BLOCK + 50) for seed in range(2)]
-FRONTS = {"offloading": connector, "own": own_connector}
 TIERS = ("disk", "node")
 ALL = [4 * BLOCK] * len(PROMPTS)
 NONE = [0] * len(PROMPTS)
@@ -80,12 +75,11 @@ def _equal(answers: list[Answer], expected: list[Answer]) -> bool:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("front", FRONTS)
 def test_reloaded_weights_never_meet_kv_of_the_old_ones(
-    tmp_path: Path, model: Path, front: str, tier: str, answers_of_others: list[Answer]
+    tmp_path: Path, model: Path, connects: Connects, tier: str, answers_of_others: list[Answer]
 ) -> None:
     with _settings(tmp_path, tier) as settings:
-        config = FRONTS[front](**settings)
+        config = connects(**settings)
         with engine(config, model) as llm:
             _, old = _run(llm)
             assert llm.reset_prefix_cache()
@@ -113,12 +107,11 @@ def test_reloaded_weights_never_meet_kv_of_the_old_ones(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("front", FRONTS)
 def test_rank_notices_weights_that_were_written_past_the_engine_core(
-    tmp_path: Path, model: Path, front: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, connects: Connects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    with _settings(tmp_path, "disk") as settings, engine(FRONTS[front](**settings), model) as llm:
+    with _settings(tmp_path, "disk") as settings, engine(connects(**settings), model) as llm:
         _, old = _run(llm)
         assert llm.reset_prefix_cache()
         assert _run(llm)[0] == ALL, "kvtier has it"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 from benchmarks.engines import model
-from tests.engines.vllm.engines import BLOCK, connector, engine, one_by_one, own_connector, prompt
+from tests.engines.vllm.engines import BLOCK, Answers, Connects, engine, one_by_one, prompt
 from tests.engines.vllm.test_pipeline import LAYERS, stages
 from tests.kit.nodes import NodeProcess, running
 
@@ -28,7 +25,6 @@ SIZES = {
     "head_dim": 32,
 }
 """Sizes of a model of four layers, two for each stage of a pipeline."""
-FRONTS = {"offloading": connector, "own": own_connector}
 
 
 @pytest.fixture
@@ -38,19 +34,10 @@ def node(tmp_path: Path) -> Iterator[NodeProcess]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, list[Any]]:
-    """Return vLLM's answers without kvtier: computed, and from its own pool."""
-    with engine(None) as llm:
-        pairs = [one_by_one(llm, [each, each]) for each in PROMPTS]
-    return {"cold": [first for first, _ in pairs], "warm": [second for _, second in pairs]}
-
-
-@pytest.mark.parametrize("front", FRONTS)
 def test_second_engine_loads_what_the_first_has_computed(
-    node: NodeProcess, alone: dict[str, list[Any]], front: str
+    node: NodeProcess, alone: Answers, connects: Connects
 ) -> None:
-    config = FRONTS[front](node=str(node.socket), **SETTINGS)
+    config = connects(node=str(node.socket), **SETTINGS)
     with engine(config) as llm:
         assert one_by_one(llm, PROMPTS) == alone["cold"]
     with engine(config) as llm:
@@ -62,15 +49,11 @@ def test_second_engine_loads_what_the_first_has_computed(
         ]
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.usefixtures("two_cores")
 def test_both_ranks_of_an_engine_load_what_those_of_another_have_computed(
-    node: NodeProcess, front: str, monkeypatch: pytest.MonkeyPatch
+    node: NodeProcess, connects: Connects
 ) -> None:
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
-        pytest.skip("two ranks need two cores")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
-    config = FRONTS[front](node=str(node.socket), **SETTINGS)
+    config = connects(node=str(node.socket), **SETTINGS)
     with engine(config, tensor_parallel_size=2) as llm:
         cold = one_by_one(llm, PROMPTS)
         assert [cached for cached, _ in cold] == [0] * len(PROMPTS)
@@ -79,11 +62,10 @@ def test_both_ranks_of_an_engine_load_what_those_of_another_have_computed(
         assert one_by_one(llm, PROMPTS) == warm
 
 
-@pytest.mark.parametrize("front", FRONTS)
 def test_both_stages_of_a_pipeline_load_what_those_of_another_have_computed(
-    node: NodeProcess, front: str, tmp_path: Path
+    node: NodeProcess, connects: Connects, tmp_path: Path
 ) -> None:
-    config = FRONTS[front](node=str(node.socket), **SETTINGS)
+    config = connects(node=str(node.socket), **SETTINGS)
     folder = model.make_model(tmp_path / "model", SIZES)
     with stages(config, (2, 2), model=folder) as llm:
         cold = one_by_one(llm, PROMPTS)
@@ -94,12 +76,11 @@ def test_both_stages_of_a_pipeline_load_what_those_of_another_have_computed(
     assert [cached for cached, _ in warm] == [4 * BLOCK] * len(PROMPTS)
 
 
-@pytest.mark.parametrize("front", FRONTS)
 def test_unequal_stages_of_a_pipeline_compute_what_a_node_cant_hold(
-    node: NodeProcess, front: str
+    node: NodeProcess, connects: Connects
 ) -> None:
     """The part of the second one is larger than what each has of a block."""
-    config = FRONTS[front](node=str(node.socket), **SETTINGS)
+    config = connects(node=str(node.socket), **SETTINGS)
     found = []
     for _ in range(2):
         with stages(config, LAYERS) as llm:

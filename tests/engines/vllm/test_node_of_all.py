@@ -6,11 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 import httpx
+import pytest
 
 from kvtier.core.types import HOST
 from tests.engines.sglang.models import make_mla

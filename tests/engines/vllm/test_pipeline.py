@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 from tests.engines.vllm.engines import (
     BLOCK,
     ENVIRONMENT,
     Answer,
-    connector,
+    Connects,
     count,
     engine,
     one_by_one,
-    own_connector,
     prompt,
 )
 
@@ -67,7 +64,7 @@ def stages(
             yield llm
 
 
-def pipeline(slab: Path, connects: Callable[..., dict[str, Any]]) -> AbstractContextManager[Any]:
+def pipeline(slab: Path, connects: Connects) -> AbstractContextManager[Any]:
     """Run the two stages with a disk."""
     return stages(
         connects(
@@ -85,9 +82,8 @@ def _on_disk(what: str) -> float:
 
 
 @pytest.mark.timeout(880)
-@pytest.mark.parametrize("connects", [connector, own_connector])
 def test_disk_of_unequal_ranks_keeps_the_newest_prompts_over_a_restart(
-    tmp_path: Path, connects: Callable[..., dict[str, Any]]
+    tmp_path: Path, connects: Connects
 ) -> None:
     answers: list[Answer] = []
     with pipeline(tmp_path, connects) as llm:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Sequence
 
 import pytest
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of vLLM's and torch's own modules
-    from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-    from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
-
-    from kvtier.connectors.vllm.standalone.policy import KvtierPolicy
+from kvtier.connectors.vllm.standalone.policy import KvtierPolicy
 
 BLOCK_SIZE = 16
 MODULE = "kvtier.connectors.vllm.standalone.policy"
@@ -31,6 +25,19 @@ def _keys(*numbers: int, group: int = 0) -> list[OffloadKey]:
     return [make_offload_key(number.to_bytes(32, "big"), group) for number in numbers]
 
 
+def _request(
+    manager: CPUOffloadingManager,
+    keys: Sequence[OffloadKey],
+    params: dict[str, object] | None = None,
+) -> ReqContext:
+    """Begin a request whose blocks have these keys, in prompt order."""
+    context = ReqContext("request", params)
+    for place, key in enumerate(keys, start=1):
+        context.set_offload_key_position(key, place * BLOCK_SIZE)
+    manager.on_new_request(context)
+    return context
+
+
 def _ask(
     manager: CPUOffloadingManager,
     keys: Sequence[OffloadKey],
@@ -38,10 +45,7 @@ def _ask(
     params: dict[str, object] | None = None,
 ) -> int:
     """Serve one request as vLLM's scheduler does; return the number of hits."""
-    context = ReqContext("request", params)
-    for place, key in enumerate(keys, start=1):
-        context.set_offload_key_position(key, place * BLOCK_SIZE)
-    manager.on_new_request(context)
+    context = _request(manager, keys, params)
     hits = 0
     while hits < len(keys) and manager.lookup(keys[hits], context) is LookupResult.HIT:
         hits += 1
@@ -157,22 +161,14 @@ def test_end_of_a_prompt_that_a_window_keeps_is_used_with_the_rest_of_it() -> No
     """The first blocks of a group with a window are never stored."""
     manager = _manager(6)
     full, window = _keys(1, 2, 3, group=0), _keys(3, group=1)
-    asked = {key: place for place, key in enumerate([*full, *_keys(1, 2, 3, group=1)])}
-
-    def ask() -> ReqContext:
-        context = ReqContext("request")
-        for key, place in asked.items():
-            context.set_offload_key_position(key, place)
-        manager.on_new_request(context)
-        return context
-
-    context = ask()
+    asked = [*full, *_keys(1, 2, 3, group=1)]
+    context = _request(manager, asked)
     output = manager.prepare_store([*full, *window], context)
     assert output is not None
     manager.complete_store(output.keys_to_store, context)
     manager.on_request_finished(context)
     _ask(manager, _keys(11, 12))
-    context = ask()
+    context = _request(manager, asked)
     manager.prepare_load([*full, *window], context)
     manager.complete_load([*full, *window], context)
     manager.on_request_finished(context)
@@ -197,11 +193,7 @@ def test_what_vllms_own_pool_had_is_used_as_well() -> None:
     first = _keys(1, 2, 3)
     _ask(manager, first)
     _ask(manager, _keys(11, 12, 13))
-    context = ReqContext("all of it is on the device")
-    for place, key in enumerate(first):
-        context.set_offload_key_position(key, place)
-    manager.on_new_request(context)
-    manager.on_request_finished(context)
+    manager.on_request_finished(_request(manager, first))
     _ask(manager, _keys(21, 22))
     assert _ask(manager, first) == 3
     _check(manager)
@@ -209,11 +201,8 @@ def test_what_vllms_own_pool_had_is_used_as_well() -> None:
 
 def test_request_that_lives_on_when_the_cache_is_emptied_is_told_of_anew() -> None:
     manager = _manager(8)
-    context = ReqContext("request")
     keys = _keys(1, 2, 3, 4)
-    for place, key in enumerate(keys):
-        context.set_offload_key_position(key, place)
-    manager.on_new_request(context)
+    context = _request(manager, keys)
     for part in (keys[:2], keys[2:]):
         output = manager.prepare_store(part, context)
         assert output is not None

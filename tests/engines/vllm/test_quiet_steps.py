@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
 )
@@ -21,15 +19,15 @@ from kvtier.connectors.vllm.kv_connector.messages import StepMessage
 from kvtier.connectors.vllm.offloading.connector import NOTHING, TierMetadata
 from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.step import DueRequests
-from tests.engines.vllm.engines import connector, own_connector
+from tests.engines.vllm.engines import Connects, connector
 
 NUM_RUNNING = 8
 
 
-@pytest.fixture
-def replica() -> Any:
+@contextmanager
+def running(connects: Connects = connector) -> Iterator[Replica]:
     prepare()
-    made = Replica(connector(host_capacity="64MiB", offload_prompt_only=False), NUM_RUNNING)
+    made = Replica(connects(host_capacity="64MiB", offload_prompt_only=False), NUM_RUNNING)
     made.settle()
     yield made
     made.close()
@@ -58,17 +56,13 @@ def _stored(replica: Replica, monkeypatch: pytest.MonkeyPatch, *, is_reduced: bo
     return stored
 
 
-@pytest.mark.parametrize("connects", [connector, own_connector])
 def test_as_many_blocks_are_stored_as_when_every_request_is_looked_at(
-    monkeypatch: pytest.MonkeyPatch, connects: Callable[..., dict[str, Any]]
+    monkeypatch: pytest.MonkeyPatch, connects: Connects
 ) -> None:
     found = []
     for is_reduced in (False, True):
-        prepare()
-        replica = Replica(connects(host_capacity="64MiB", offload_prompt_only=False), NUM_RUNNING)
-        replica.settle()
-        found.append(_stored(replica, monkeypatch, is_reduced=is_reduced))
-        replica.close()
+        with running(connects) as replica:
+            found.append(_stored(replica, monkeypatch, is_reduced=is_reduced))
     assert len(found[0]) > 30
     assert sorted(found[0]) == sorted(found[1])
 
@@ -85,47 +79,41 @@ def test_stores_begin_where_vllm_takes_them_when_it_asks_what_has_ended(
 
     monkeypatch.setattr(OffloadingConnector, "wait_for_save", lambda self: None)
     monkeypatch.setattr(OffloadingConnector, "get_finished", asked)
-    prepare()
-    replica = Replica(connector(host_capacity="64MiB", offload_prompt_only=False), NUM_RUNNING)
-    replica.settle()
-    try:
+    with running() as replica:
         assert len(_stored(replica, monkeypatch, is_reduced=True)) > 10
-    finally:
-        replica.close()
 
 
-def test_vllms_half_is_not_called_where_nothing_moves(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replica.begin(*[PAGE + 2] * NUM_RUNNING)
-    for _ in range(5):
-        replica.step()
-    while replica.is_pending:
-        replica.step()
+def test_vllms_half_is_not_called_where_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     called: set[str] = set()
+    names = {"build_connector_meta", "start_load_kv", "wait_for_save", "get_transfer_results"}
 
-    def noted(name: str) -> None:
+    def noted(name: str) -> Callable[..., Any]:
         theirs = getattr(OffloadingConnector, name)
 
         def call(*given: Any) -> Any:
             called.add(name)
             return theirs(*given)
 
-        monkeypatch.setattr(OffloadingConnector, name, call)
+        return call
 
-    names = {"build_connector_meta", "start_load_kv", "wait_for_save", "get_transfer_results"}
     for name in names:
-        noted(name)
-    for _ in range(3 * PAGE):  # a copy may end late, and a page may be full meanwhile
-        called.clear()
-        replica.step()
-        if not called:
-            break
-    assert not called
-    for _ in range(PAGE):
-        replica.step()
-    assert called == names
-    replica.end()
+        monkeypatch.setattr(OffloadingConnector, name, noted(name))
+    with running() as replica:
+        replica.begin(*[PAGE + 2] * NUM_RUNNING)
+        for _ in range(5):
+            replica.step()
+        while replica.is_pending:
+            replica.step()
+        for _ in range(3 * PAGE):  # a copy may end late, and a page may be full meanwhile
+            called.clear()
+            replica.step()
+            if not called:
+                break
+        assert not called
+        for _ in range(PAGE):
+            replica.step()
+        assert called == names
+        replica.end()
 
 
 def test_message_of_such_a_step_is_one_object_in_every_process() -> None:

@@ -9,11 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.kit.waiting import wait_until
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -37,6 +32,7 @@ from tests.engines.vllm.engines import (
     run,
 )
 from tests.engines.vllm.scheduler_half import HASHER, make_config, make_half
+from tests.kit.waiting import wait_until
 
 SPECS: dict[str, dict[str, Any]] = {
     "kvtier": {"spec_name": "kvtier", "host_capacity": "1MiB"},

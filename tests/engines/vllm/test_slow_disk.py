@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 from tests.engines.vllm.engines import BLOCK, count, engine, one_by_one, prompt, run, with_disk
 
 PROMPTS = [prompt(seed, 6 * BLOCK + 50) for seed in range(60)]

@@ -9,41 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
-import torch
-from vllm.config import KVTransferConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.config import VllmConfig
 
 from kvtier.connectors.vllm.standalone.settings import engine_of
 from kvtier.core.errors import ConfigError
 from tests.engines.vllm.blip import make_blip
-from tests.engines.vllm.engines import ENVIRONMENT, MODEL, multi
+from tests.engines.vllm.engines import multi
+from tests.engines.vllm.scheduler_half import make_config, make_half
 from tests.engines.vllm.tiering import Harness, config_of
 
-PAGE = 16
-LORA = {"enable_lora": True, "max_lora_rank": 8}
+LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
 COUNTED = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
 
 
 @pytest.fixture(scope="module")
 def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_blip(tmp_path_factory.mktemp("blip"))
-
-
-def _config(model: Path, **options: Any) -> VllmConfig:
-    """Return vLLM's own configuration for these options."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        made = EngineArgs(model=str(model), dtype="float32", block_size=PAGE, **options)
-        config = made.create_engine_config()
-    config.cache_config.kv_cache_layout = "LBHNC"
-    return config
 
 
 def _tiers(folder: Path, **settings: object) -> dict[str, Any]:
@@ -62,12 +43,7 @@ def _tiers(folder: Path, **settings: object) -> dict[str, Any]:
 
 def _start(config: VllmConfig, transfer: dict[str, Any]) -> None:
     """Make and shut down the scheduler's half of vLLM's connector."""
-    config.kv_transfer_config = KVTransferConfig(**transfer)
-    attention = FullAttentionSpec(
-        block_size=PAGE, num_kv_heads=1, head_size=32, dtype=torch.float32
-    )
-    cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer.0"], attention)])
-    KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache).shutdown()
+    make_half(config, transfer).shutdown()
 
 
 @pytest.mark.parametrize(
@@ -77,14 +53,14 @@ def _start(config: VllmConfig, transfer: dict[str, Any]) -> None:
 def test_names_in_keys_are_refused_without_a_namespace(
     tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
-    config = _config(MODEL, **options)
+    config = make_config(**options)
     with pytest.raises(ConfigError, match=message):
         _start(config, _tiers(tmp_path))
     _start(config, _tiers(tmp_path, namespace="of Monday's adapters"))
 
 
 def test_media_are_refused_without_a_namespace(vision_model: Path, tmp_path: Path) -> None:
-    config = _config(vision_model)
+    config = make_config(vision_model)
     with pytest.raises(ConfigError, match="images, video and audio: .*multi_modal_uuids"):
         _start(config, _tiers(tmp_path))
     _start(config, _tiers(tmp_path, namespace="nobody chooses identifiers"))
@@ -92,28 +68,23 @@ def test_media_are_refused_without_a_namespace(vision_model: Path, tmp_path: Pat
 
 def test_media_that_are_counted_are_refused(vision_model: Path, tmp_path: Path) -> None:
     """No text makes a counter that starts again a name of content."""
-    config = _config(vision_model, **COUNTED)
+    config = make_config(vision_model, **COUNTED)
     with pytest.raises(ConfigError, match="vLLM counts images"):
         _start(config, _tiers(tmp_path, namespace="any"))
 
 
 def test_text_of_a_model_that_could_see_is_served(vision_model: Path, tmp_path: Path) -> None:
-    _start(_config(vision_model, language_model_only=True), _tiers(tmp_path))
-    _start(_config(MODEL), _tiers(tmp_path))
+    _start(make_config(vision_model, language_model_only=True), _tiers(tmp_path))
+    _start(make_config(), _tiers(tmp_path))
 
 
 def test_tier_inside_another_connector_is_refused_as_well(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="adapters"):
-        _start(_config(MODEL, **LORA), multi(_tiers(tmp_path)))
-
-
-def test_engine_that_nobody_tells_of_is_refused_without_a_namespace(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nobody says whether the engine serves adapters"):
-        Harness(config_of(tmp_path, 16, 16, namespace=""))
+        _start(make_config(**LORA), multi(_tiers(tmp_path)))
 
 
 def test_engine_is_known_while_its_tiers_are_made_only(tmp_path: Path) -> None:
-    with engine_of(_config(MODEL)):
+    with engine_of(make_config()):
         Harness(config_of(tmp_path, 16, 16, namespace="")).manager.shutdown()
-    with pytest.raises(ConfigError, match="nobody says"):
+    with pytest.raises(ConfigError, match="nothing shows whether the engine serves adapters"):
         Harness(config_of(tmp_path, 16, 16, namespace=""))

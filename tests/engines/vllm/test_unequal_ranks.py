@@ -7,10 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 from tests.engines.vllm.replica import Replica, replica
 
 SMALL, LARGE = 4096, 16384

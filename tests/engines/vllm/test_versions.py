@@ -18,9 +18,17 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
-from tests.engines.vllm.engines import BLOCK, Answer, are_close, count, engine, one_by_one, prompt
+from tests.engines.vllm.engines import (
+    BLOCK,
+    Answer,
+    Answers,
+    are_close,
+    count,
+    damage,
+    engine,
+    one_by_one,
+    prompt,
+)
 
 CONNECTOR = os.environ.get("KVTIER_CONNECTOR", "auto")
 NUM = int(os.environ.get("KVTIER_PROMPTS", "0"))
@@ -29,8 +37,6 @@ NUM_BLOCKS = 27 if NUM else 6
 PROMPTS = [prompt(seed, NUM_BLOCKS * BLOCK + 44) for seed in range(NUM or 4)]
 DISK = ("--disk-capacity", "1GiB")
 pytestmark = pytest.mark.timeout(3600 if NUM else 900)
-
-Answers = list[tuple[int, Answer]]
 
 
 def printed(*options: str) -> dict[str, Any]:
@@ -63,15 +69,7 @@ def config(slab: Path, record_testsuite_property: Callable[[str, object], None])
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Answers]:
-    """Return vLLM's answers without kvtier: computed, and from its own pool."""
-    with engine(None) as llm:
-        pairs = [one_by_one(llm, [each, each]) for each in PROMPTS]
-    return {"cold": [first for first, _ in pairs], "warm": [second for _, second in pairs]}
-
-
-@pytest.fixture(scope="module")
-def served(config: dict[str, Any]) -> dict[str, Answers]:
+def served(config: dict[str, Any]) -> Answers:
     """Return the answers of an engine with kvtier that is killed when they are on disk."""
     command = [sys.executable, "-m", "tests.engines.vllm.test_versions", json.dumps(config)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -108,16 +106,14 @@ def _serve(config: dict[str, Any]) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def test_hit_in_host_memory_has_the_bits_of_vllms_own(
-    alone: dict[str, Answers], served: dict[str, Answers]
-) -> None:
+def test_hit_in_host_memory_has_the_bits_of_vllms_own(alone: Answers, served: Answers) -> None:
     assert served["cold"] == alone["cold"]
     assert served["warm"] == alone["warm"]
     assert {cached for cached, _ in served["warm"]} == {NUM_BLOCKS * BLOCK}
 
 
 def test_hit_on_disk_after_a_kill_has_them_too(
-    alone: dict[str, Answers], served: dict[str, Answers], config: dict[str, Any]
+    alone: Answers, served: Answers, config: dict[str, Any]
 ) -> None:
     assert served
     with engine(config) as llm:
@@ -125,10 +121,10 @@ def test_hit_on_disk_after_a_kill_has_them_too(
 
 
 def test_damaged_block_is_noticed_and_computed(
-    alone: dict[str, Answers], served: dict[str, Answers], config: dict[str, Any], slab: Path
+    alone: Answers, served: Answers, config: dict[str, Any], slab: Path
 ) -> None:
     assert served
-    _damage(slab / "rank0" / "data.slab")
+    damage(slab / "rank0" / "data.slab")
     with engine(config) as llm:
         assert one_by_one(llm, PROMPTS) == alone["cold"]
         if not NUM:
@@ -140,14 +136,6 @@ def test_damaged_block_is_noticed_and_computed(
         for found, right in zip(one_by_one(llm, PROMPTS), alone["warm"], strict=True):
             assert found[0] == right[0]
             assert are_close(found[1], right[1])
-
-
-def _damage(data: Path) -> None:
-    """Change three bytes of every 128 KiB: some in each block."""
-    with data.open("r+b") as file:
-        for at in range(0, data.stat().st_size, 128 << 10):
-            file.seek(at + 100)
-            file.write(b"\xa5\x5a\xa5")
 
 
 if __name__ == "__main__":

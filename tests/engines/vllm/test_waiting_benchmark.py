@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 from benchmarks.scale.vllm_worker import waiting
 
 

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-
 from safetensors.torch import load_file, save_file
 
 from tests.engines.vllm.engines import BLOCK, MODEL, engine, one_by_one, prompt, with_disk

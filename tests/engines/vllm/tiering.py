@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import shake_128
@@ -12,24 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of vLLM's and torch's own modules
-    from vllm.v1.kv_offload.base import (
-        LookupResult,
-        OffloadKey,
-        ReqContext,
-        ScheduleEndContext,
-        make_offload_key,
-    )
-    from vllm.v1.kv_offload.config import (
-        OffloadingCacheConfig,
-        OffloadingConfig,
-        OffloadingGroupConfig,
-        OffloadingModelConfig,
-        OffloadingParallelConfig,
-    )
-    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from tests.engines.vllm.replica import offloading_config
 
 ROW_BYTES = 8192
 NUMBERS = itertools.count()
@@ -45,17 +36,8 @@ def config_of(folder: Path, num_rows: int, num_slots: int, **tier: Any) -> Offlo
         "namespace": "tests",  # of weights that are nowhere
         **tier,
     }
-    return OffloadingConfig(
-        groups=(OffloadingGroupConfig(16, ("layer.0",), 0),),
-        worker_kv_bytes_per_block=ROW_BYTES // 2,
-        enable_kv_cache_events=True,
-        extra_config={"cpu_bytes_to_use": num_rows * ROW_BYTES, "secondary_tiers": [settings]},
-        engine_id=f"kvtier-test-{os.getpid()}-{next(NUMBERS)}",
-        model=OffloadingModelConfig("nobody/model", "bfloat16"),
-        cache=OffloadingCacheConfig(16, 2),
-        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
-        kv_cache_layout="LBHNC",
-    )
+    extra = {"cpu_bytes_to_use": num_rows * ROW_BYTES, "secondary_tiers": [settings]}
+    return offloading_config(ROW_BYTES // 2, extra, pages_per_block=2)
 
 
 def keys_of(*numbers: int, group: int = 0) -> list[OffloadKey]:
@@ -100,13 +82,17 @@ class Harness:
 
     def store(self, keys: Sequence[OffloadKey]) -> None:
         """Let a request compute blocks, and cascade them."""
+        self.finish(self.compute(keys))
+
+    def compute(self, keys: Sequence[OffloadKey]) -> ReqContext:
+        """Let a request compute blocks. Return it."""
         context = self.request(keys)
         output = self.manager.prepare_store(keys, context)
         assert output is not None, "no room in the host tier"
         for key, row in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
             self.rows[row] = bytes_of(key)
         self.manager.complete_store(output.keys_to_store, context)
-        self.finish(context)
+        return context
 
     def load(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Look blocks up until each is in the host tier or cannot be loaded; load the found ones.
