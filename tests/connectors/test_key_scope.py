@@ -47,18 +47,17 @@ def config(prefix_caching: bool, processor_gb: float | None) -> Any:
     )
 
 
-def test_text_goes_everywhere() -> None:
-    assert scope_of(request(), counts_media=True) == KeyScope()
-
-
-def test_blocks_from_the_first_media_on_stay_in_this_process() -> None:
-    seen = request(mm_features=media(700, 130))
-    assert scope_of(seen, counts_media=False) == KeyScope(shared=130)
-
-
-def test_media_that_are_counted_are_not_kept() -> None:
-    seen = request(mm_features=media(130))
-    assert scope_of(seen, counts_media=True) == KeyScope(130, 130)
+@pytest.mark.parametrize(
+    ("asked", "counts", "scope"),
+    [
+        (request(), True, KeyScope()),
+        (request(mm_features=media(700, 130)), False, KeyScope(shared=130)),
+        (request(mm_features=media(130)), True, KeyScope(130, 130)),
+    ],
+    ids=["text", "blocks from the first media on stay in this process", "counted are not kept"],
+)
+def test_scope_ends_where_media_begin(asked: Any, counts: bool, scope: KeyScope) -> None:
+    assert scope_of(asked, counts_media=counts) == scope
 
 
 def test_media_are_counted_only_where_all_caches_are_off() -> None:

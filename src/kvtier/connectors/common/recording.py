@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 from kvtier.connectors.common.settings import ConnectorSettings
 from kvtier.core.config import BLOCK_SIZE
@@ -48,24 +47,18 @@ def open_recorder(
     path = user_path(settings.record)
     if replica:
         path = path.with_stem(f"{path.stem}-{replica}")
+    has_dropped = False
+
+    def count_and_warn(written: bool) -> None:
+        nonlocal has_dropped
+        if not written and not has_dropped:
+            has_dropped = True
+            logger.warning("some requests are not in the recording path=%s", path)
+        count(written)
+
     try:
         chains = Chains(salt_from_environment(), block_tokens)
-        return Recorder(path, chains, settings.record_bytes, _RecordCounter(path, count))
+        return Recorder(path, chains, settings.record_bytes, count_and_warn)
     except ConfigError as error:
         logger.warning("kvtier serves without a recording: %s", error)
         return None
-
-
-class _RecordCounter:
-    """Counts requests, and logs once if some are dropped."""
-
-    def __init__(self, path: Path, count: Count) -> None:
-        self._path = path
-        self._count = count
-        self._has_dropped = False
-
-    def __call__(self, written: bool) -> None:
-        if not written and not self._has_dropped:
-            self._has_dropped = True
-            logger.warning("some requests are not in the recording path=%s", self._path)
-        self._count(written)

@@ -153,15 +153,11 @@ class ConnectorSettings(RequestConfig, LoadConfig, KeyConfig, DiskSafetyConfig):
             is_right = isinstance(value, KINDS.get(kind, (str,)))
             is_right &= isinstance(value, bool) == (kind == "bool")
             if isinstance(value, list):
-                is_right &= bool(value) and all(map(_is_text, value))
+                is_right &= bool(value) and all(isinstance(each, str) and each for each in value)
             if not is_right:
                 advice = known[key].metadata.get("advice") or HINTS.get(kind, "write it in quotes")
                 raise cls.wrong(f"{key} can't be {value!r}; {advice}")
         return cls(**ours)  # type: ignore[arg-type]
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
 
 
 @dataclass(frozen=True)

@@ -62,13 +62,9 @@ class Promotion:
     A request is described by the blocks that its last look-up met.
 
     Args:
-        cache: the cache below.
         direct_reads: those of the engine's ranks; None if the ranks do not reach the storage.
-        shape: block sizes of the engine.
-        policy: whether loads are always made, or only if they pay.
         knows_storage: return whether the ranks' disks have reported all blocks that they have.
         counts: counts blocks that are recomputed although they were found.
-        clock: seconds.
     """
 
     def __init__(

@@ -123,9 +123,6 @@ class ParameterWatch:
     Weights that vLLM moves itself are left out: of experts, which change places between ranks, and
     of layers that share their memory, since they are brought to it from the host in each step. So
     are tensors composed of others.
-
-    Args:
-        model: of the rank.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

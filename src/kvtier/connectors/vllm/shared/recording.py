@@ -37,11 +37,8 @@ def record_settings(extra: Mapping[str, object]) -> VllmSettings:
 class RequestRecording:
     """Records requests if the settings enable it; does nothing otherwise.
 
-    Args:
-        extra: settings of the connector.
-        block_tokens: tokens of the largest block.
-        tokens_per_hash: tokens that one of vLLM's block hashes names.
-        replica: number of the engine among replicas.
+    extra: settings of the connector. block_tokens: of the largest block. tokens_per_hash: tokens
+    that one of vLLM's block hashes names. replica: number of the engine among replicas.
     """
 
     def __init__(

@@ -64,10 +64,7 @@ def wrap_factory(factory: Any) -> None:
 def asks_for_kvtier(name: str | None, extra: Mapping[str, Any] | None, module: str = "") -> bool:
     """Whether a connector, or one inside it, uses a part of kvtier.
 
-    Args:
-        name: ``kv_connector`` of its configuration.
-        extra: its ``kv_connector_extra_config``.
-        module: its ``kv_connector_module_path``.
+    The arguments are fields of its configuration, ``kv_connector`` and so on.
     """
     extra = extra or {}
     if name == OWN_NAME or _is_kvtiers(module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import islice, takewhile
 
 import numpy as np
@@ -23,6 +24,7 @@ FADE = 0.99
 """Decay per call of the largest demand of unadmitted blocks."""
 
 
+@dataclass(slots=True, eq=False)
 class Path:
     """A request's blocks, group by group.
 
@@ -33,11 +35,10 @@ class Path:
         is_cut: one of its blocks was not admitted, so the blocks behind it are not, either.
     """
 
-    def __init__(self, tier: UnadmittedTier, names: Names) -> None:
-        self.tier = tier
-        self.names = names
-        self.last: int | None = None
-        self.is_cut = False
+    tier: UnadmittedTier
+    names: Names
+    last: int | None = None
+    is_cut: bool = False
 
 
 class UnadmittedTier:
@@ -58,7 +59,7 @@ class UnadmittedTier:
         return self._live.num_blocks + len(self._unadmitted)
 
     def is_unadmitted(self, name: int) -> bool:
-        """Whether a resident block is a unadmitted block."""
+        """Whether a resident block is an unadmitted block."""
         return name in self._unadmitted
 
     def ask(self, paths: Sequence[Names], now_s: float) -> Path:
@@ -135,12 +136,12 @@ class UnadmittedTier:
             worth = self._live.admits(asked, own) - len(taken)
         self._wanted = max(len(new) - worth, FADE * self._wanted)
         lasting = max(0, num_blocks - (len(new) - worth))
-        leaving = self._guests_that_leave(
+        leaving = self._evict_unadmitted(
             min(lasting, len(self._unadmitted) - math.ceil(self._wanted)), held
         )
         leaving += self._live.victims(lasting - len(leaving), own)
         worth -= lasting - len(leaving)
-        leaving += self._guests_that_leave(num_blocks - len(leaving), held)
+        leaving += self._evict_unadmitted(num_blocks - len(leaving), held)
         for stay in (own, kept):
             if len(leaving) < num_blocks:
                 leaving += self._live.victims(num_blocks - len(leaving), stay)
@@ -149,7 +150,7 @@ class UnadmittedTier:
         self._coming = set(new[max(0, worth) :])
         return leaving
 
-    def _guests_that_leave(self, num_blocks: int, held: Collection[int]) -> list[int]:
+    def _evict_unadmitted(self, num_blocks: int, held: Collection[int]) -> list[int]:
         may = (name for name in self._unadmitted if name not in held)
         leaving = list(islice(may, max(0, num_blocks)))
         for name in leaving:

@@ -171,21 +171,23 @@ class KvtierPolicy(CachePolicy):
         self, n: int, protected: set[OffloadKey]
     ) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         self._settle()
-        places = {key: self._place(key) for key in protected if key not in self._blocks}
+        storing = self._storing  # its prompt has the positions of the blocks to store
+        places = {
+            key: storing and storing.get_offload_key_position(key)
+            for key in protected
+            if key not in self._blocks
+        }
         new = [_name(key) for key in sorted(places, key=lambda key: places[key] or 0)]
         is_storing = all(place is not None for place in places.values())
         held = self._held | {_name(key) for key in protected if key not in places}
-        leaving = self.tier.make(n, new, self._path_of(self._storing) if is_storing else None, held)
+        leaving = self.tier.make(n, new, self._path_of(storing) if is_storing else None, held)
         if len(leaving) < n:
             leaving += self._any(n - len(leaving), held.union(leaving))
         if len(leaving) < n:
             self.tier.enter(leaving)
             return None
-        return [self._leave(name) for name in leaving]
-
-    def _place(self, key: OffloadKey) -> int | None:
-        """Return the position in the stored prompt at which the block ends."""
-        return self._storing and self._storing.get_offload_key_position(key)
+        keys = [self._keys.pop(name) for name in leaving]
+        return [(key, self._blocks.pop(key)) for key in keys]
 
     def _any(self, n: int, held: set[int]) -> list[int]:
         """Remove up to ``n`` blocks that are not held, the last inserted first.
@@ -200,10 +202,6 @@ class KvtierPolicy(CachePolicy):
                 self.tier.leave(name)
                 found.append(name)
         return found
-
-    def _leave(self, name: int) -> tuple[OffloadKey, ChunkStatus]:
-        key = self._keys.pop(name)
-        return key, self._blocks.pop(key)
 
 
 def _names(keys: Sequence[OffloadKey]) -> Names:
