@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.connectors.transformers.cache_layers import float32
+from kvtier.connectors.transformers import cache_layers
 from kvtier.core.errors import ConfigError
 from kvtier.serve.engine import Engine
 from kvtier.serve.engine.attention import AttentionParams
@@ -181,7 +181,9 @@ def test_without_memory_for_float32_a_model_is_checked_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load_model(made("qwen3", tmp_path), CPU, "bfloat16")
-    monkeypatch.setattr(float32, "available_bytes", lambda: (float32.RESERVE_BYTES, "a limit"))
+    monkeypatch.setattr(
+        cache_layers, "available_bytes", lambda: (cache_layers.RESERVE_BYTES, "a limit")
+    )
     check_in_float32("it", model, BLOCK, CHUNK, 80)
     assert "checked in bfloat16 only" in caplog.text
     assert "0.0 GiB in float32, and 1.0 GiB are left" in caplog.text

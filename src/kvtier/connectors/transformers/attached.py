@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -146,7 +145,8 @@ class Attached:
         self._keep_generated = keep_generated
         self._salt = salt
         self._lock = threading.Lock()
-        self._stats = AttachedStats()
+        self._refused = ""
+        self._counts: Counter[str] = Counter()  # by their names in AttachedStats
         self._passed: Counter[str] = Counter()
         self._reuse = TokenSources()
         self._named: Identity | None = None
@@ -159,15 +159,11 @@ class Attached:
             self._reader = PromptReader(model, self._inner)
             self._layers = CacheLayers(model, chunk_tokens)
             self._layers.refuse_broken(model)
+            memory = BlockMemory(self._layers, capacity_bytes, config)
         except UnsupportedModelError as reason:
             logger.warning("KV of this model is not reused, because %s", reason)
-            self._stats = replace(self._stats, refused=str(reason))
+            self._refused = str(reason)
             return
-        except BaseException:
-            del model.kvtier
-            raise
-        try:
-            memory = BlockMemory(self._layers, capacity_bytes, config)
         except BaseException:
             del model.kvtier
             raise
@@ -187,12 +183,11 @@ class Attached:
     def stats(self) -> AttachedStats:
         """Return the counts until now."""
         if self._cache is None:
-            return self._stats
+            return AttachedStats(self._refused)
         if self._weights.basis == "being read":
             self._weights.current()
         with self._lock:
-            return replace(
-                self._stats,
+            stats = AttachedStats(
                 reused_tokens=dict(self._reuse.tiers),
                 num_without_room=self._reuse.num_without_room,
                 passed=dict(self._passed),
@@ -200,6 +195,8 @@ class Attached:
                 bytes_per_token=self._layers.group.bytes_per_block // self.chunk_tokens,
                 bytes_per_snapshot=self._layers.bytes_per_snapshot,
             )
+            counts: Any = self._counts
+            return replace(stats, **counts)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until all KV that is due is on disk. Return False after ``timeout_s``.
@@ -228,12 +225,7 @@ class Attached:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -280,11 +272,8 @@ class Attached:
         reuse = TokenSources()
         output = self._grid.prefill(prompts, namespace, reuse)
         with self._lock:
-            self._stats = replace(
-                self._stats,
-                num_prompts=self._stats.num_prompts + len(prompts.rows),
-                num_prompt_tokens=self._stats.num_prompt_tokens + sum(map(len, prompts.rows)),
-            )
+            self._counts["num_prompts"] += len(prompts.rows)
+            self._counts["num_prompt_tokens"] += sum(map(len, prompts.rows))
             self._reuse.add(reuse)
         return output
 
@@ -353,8 +342,7 @@ class Attached:
             logger.warning("generated tokens are not kept: %s", error)
             return
         with self._lock:
-            kept = self._stats.num_kept_tokens + num_new
-            self._stats = replace(self._stats, num_kept_tokens=kept)
+            self._counts["num_kept_tokens"] += num_new
 
 
 def _made_by(model: PreTrainedModel) -> str:

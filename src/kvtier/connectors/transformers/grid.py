@@ -82,18 +82,15 @@ class TokenSources:
 
     Attributes:
         tiers: tokens by the tier that they were restored from.
-        num_computed: tokens that were computed.
         num_without_room: prompts that were computed without the cache: it had no room for them.
     """
 
     tiers: Counter[str] = field(default_factory=Counter)
-    num_computed: int = 0
     num_without_room: int = 0
 
     def add(self, other: TokenSources) -> None:
         """Add the counts of another."""
         self.tiers += other.tiers
-        self.num_computed += other.num_computed
         self.num_without_room += other.num_without_room
 
 
@@ -130,17 +127,20 @@ class ChunkGrid:
         namespace: None to compute without the cache.
         Returns the output of ``forward``, with the requested logits.
         """
+
+        def compute(tokens: list[int], cache: DynamicCache) -> CausalLMOutputWithPast:
+            lease = None
+            if namespace is not None:
+                lease = self._fetch(tokens, len(tokens), namespace, reuse)
+            return self._compute(tokens, cache, lease, reuse, prompts.num_logits, prompts.device)
+
         if len(prompts.rows) == 1 and len(prompts.rows[0]) == prompts.num_tokens:
-            return self.compute(
-                prompts.rows[0], prompts.cache, namespace, reuse, prompts.num_logits, prompts.device
-            )
+            return compute(prompts.rows[0], prompts.cache)
         found: dict[tuple[int, ...], tuple[DynamicCache, torch.Tensor]] = {}
         for row in prompts.rows:
             if tuple(row) not in found:
                 cache = self._layers.new_cache()
-                output = self.compute(
-                    row, cache, namespace, reuse, prompts.num_logits, prompts.device
-                )
+                output = compute(row, cache)
                 assert output.logits is not None
                 found[tuple(row)] = cache, output.logits
         rows = [found[tuple(row)] for row in prompts.rows]
@@ -148,21 +148,6 @@ class ChunkGrid:
         setattr(output, CACHE_FIELD, prompts.cache)
         output.logits = torch.cat([logits for _, logits in rows])
         return output
-
-    def compute(
-        self,
-        tokens: list[int],
-        cache: DynamicCache,
-        namespace: bytes | None,
-        reuse: TokenSources,
-        num_logits: int,
-        device: torch.device,
-    ) -> CausalLMOutputWithPast:
-        """Compute one prompt into an empty cache."""
-        lease = None
-        if namespace is not None:
-            lease = self._fetch(tokens, len(tokens), namespace, reuse)
-        return self._compute(tokens, cache, lease, reuse, num_logits, device)
 
     def keep(self, tokens: list[int], namespace: bytes, device: torch.device) -> int:
         """Compute whole chunks, and keep the unknown ones. Return how many tokens these have."""
@@ -199,7 +184,6 @@ class ChunkGrid:
                 self._layers.restore(cache, blocks, lease.slots[:num_reused])
                 self._layers.restore_states(cache, blocks, lease.start_slots)
                 _count(reuse, lease, num_reused, size)
-            reuse.num_computed += len(tokens) - num_reused * size
             ids = torch.tensor([tokens], device=device)
             output = self._run(ids, num_reused * size, cache, lease, num_logits)
             num_done = 0 if lease is None else len(lease.labels)

@@ -31,7 +31,7 @@ import types
 import typing
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -343,17 +343,24 @@ class ModelReach:
         def read() -> bytes:
             if isinstance(value, np.ndarray | np.generic):
                 shape, held = f"{value.dtype.descr} {value.shape}", np.ascontiguousarray(value)
-                return blake3(shape.encode() + held.tobytes()).digest()
-            return blake3(memoryview(value).tobytes()).digest()
+                return shape.encode() + held.tobytes()
+            return memoryview(value).tobytes()
 
-        try:
-            self._watch.content(read)
-        except (TypeError, ValueError, BufferError):
-            self.opaque = self.opaque or f"{path} is a {type(value).__name__} that can't be read"
-            return
-        self._tell(read().hex())
+        self._bytes(read, f"{path} is a {type(value).__name__} that can't be read")
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             self.opaque = self.opaque or f"{path} is an array of objects"
+
+    def _bytes(self, read: Callable[[], bytes], problem: str) -> None:
+        """Describe an object by its bytes. problem: what is so if they can't be read."""
+
+        def digest() -> bytes:
+            return blake3(read()).digest()
+
+        try:
+            self._watch.content(digest)
+            self._tell(digest().hex())
+        except Exception:  # of any kind: an object's own code may run
+            self.opaque = self.opaque or problem
 
     def _object(self, path: str, value: Any, is_library: bool) -> None:
         """Describe an object by its class and its attributes."""
@@ -363,18 +370,9 @@ class ModelReach:
             self._attributes(path, value, is_library)
             return
         self._class(kind)
-
-        def read() -> bytes:
-            return pickle.dumps(value)
-
-        try:
-            self._watch.content(read)
-            told = blake3(read()).hexdigest()
-        except Exception:
-            name = f"{kind.__module__}.{kind.__qualname__}"
-            self.opaque = self.opaque or f"{path} is a {name}, whose state can't be read"
-            return
-        self._tell(told)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        problem = f"{path} is a {name}, whose state can't be read"
+        self._bytes(functools.partial(pickle.dumps, value), problem)
 
     def _attributes(self, path: str, value: Any, is_library: bool) -> None:
         kind = type(value)
@@ -527,12 +525,12 @@ class ModelReach:
                 return
             if module.startswith(COMPUTES_NOTHING):
                 return
-        names = _names_of(code)
+        names = {name for inner in _codes_in(code) for name in inner.co_names}
         if not is_library:
-            names |= _words_of(code)
-        if not is_library and (found := sorted(names & LOOKS_UP)):
-            name = f"{module}.{function.__qualname__}"
-            self._keep_here(function, f"{name} uses {found[0]}()")
+            names.update(_words_of(code))
+            if found := sorted(names & LOOKS_UP):
+                name = f"{module}.{function.__qualname__}"
+                self._keep_here(function, f"{name} uses {found[0]}()")
         for name in sorted(names):
             self._name(name)
             if name in space:
@@ -543,13 +541,11 @@ class ModelReach:
         if not is_library:
             self._imports(function, names)
 
-    def _imports(self, function: types.FunctionType, names: frozenset[str]) -> None:
+    def _imports(self, function: types.FunctionType, names: set[str]) -> None:
         """Describe the Python modules that a function imports, as far as it names them."""
         package = str(function.__globals__.get("__package__") or "")
-        parents = itertools.accumulate(
-            package.split("."), "{}.{}".format
-        )  # imports may be relative
-        packages = [*parents] if package else []
+        parents = itertools.accumulate(package.split("."), "{}.{}".format)
+        packages = [*parents] if package else []  # imports may be relative
         for name in sorted(_imports_of(function.__code__)):
             found = {name, *itertools.accumulate(name.split("."), "{}.{}".format)}
             found.update(f"{parent}.{name}".rstrip(".") for parent in packages)
@@ -562,7 +558,7 @@ class ModelReach:
         self,
         space: dict[str, Any],
         name: str,
-        names: frozenset[str] | set[str],
+        names: set[str],
         is_library: bool,
         seen: tuple[types.ModuleType, ...] = (),
     ) -> None:
@@ -583,7 +579,7 @@ class ModelReach:
     def _python_module(
         self,
         module: types.ModuleType,
-        names: frozenset[str] | set[str],
+        names: set[str],
         is_library: bool,
         seen: tuple[types.ModuleType, ...] = (),
     ) -> None:
@@ -638,24 +634,26 @@ def has_hooks(hooks: Iterable[object]) -> bool:
     return any(not getattr(hook, "__module__", "").startswith(KNOWN_HOOKS) for hook in hooks)
 
 
-def _names_of(code: types.CodeType) -> frozenset[str]:
-    """Return all names in a code object, and in those inside it."""
-    inner = (_names_of(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code object, and those inside it."""
+    yield code
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _codes_in(part)
 
 
-def _words_of(code: types.CodeType) -> frozenset[str]:
-    """Return the constants in a code object that can be names, as those of ``getattr``."""
-    words = {item for item in code.co_consts if isinstance(item, str) and item.isidentifier()}
-    inner = (_words_of(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    return frozenset(words).union(*inner)
+def _words_of(code: types.CodeType) -> Iterator[str]:
+    """Yield the constants in a code object that can be names, as those of ``getattr``."""
+    for inner in _codes_in(code):
+        for item in inner.co_consts:
+            if isinstance(item, str) and item.isidentifier():
+                yield item
 
 
-def _imports_of(code: types.CodeType) -> frozenset[str]:
+def _imports_of(code: types.CodeType) -> set[str]:
     """Return the names of all modules that a code object, or one inside it, imports."""
-    found = (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
-    inner = (_imports_of(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    return frozenset(found).union(*inner)
+    steps = itertools.chain.from_iterable(map(dis.get_instructions, _codes_in(code)))
+    return {step.argval for step in steps if step.opname == "IMPORT_NAME"}
 
 
 def _top(module: str | None) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -25,8 +26,8 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvtier.connectors.transformers.cache_layers.float32 import in_float32
 from kvtier.core.errors import CacheError
+from kvtier.core.system.memory import available_bytes
 from kvtier.layout import Attention, DType, KVGroup, Part
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,10 @@ ALIGN_BYTES = 64
 """Pieces begin at multiples of this, so that each can be viewed as its dtype."""
 PAGE_BYTES = 4096
 """Blocks end at multiples of this, so that disks can read them directly."""
+RESERVE_BYTES = 1 << 30
+"""Memory that stays free beside a model in float32."""
+HALVES = (torch.float16, torch.bfloat16)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 PROBE_TOKENS = 2
 CHECK_TOKENS = 12
 MAX_DIFFERENCE, MAX_MEDIAN = 1e-2, 1e-1
@@ -70,6 +75,10 @@ def cache_argument(forward: Callable[..., Any]) -> str:
 
 class UnsupportedModelError(CacheError):
     """A model whose KV cannot be reused here. Its message completes "because"."""
+
+
+class NoFloat32Error(Exception):
+    """A model cannot be computed in float32 here. Its message completes "because"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,3 +423,57 @@ def _is_empty(layer: object) -> bool:
     if isinstance(layer, LinearAttentionLayer) and any(layer.has_previous_state.values()):
         return False
     return not isinstance(layer, DynamicLayer) or layer.get_seq_length() == 0
+
+
+# -- models in float32 ---------------------------------------------------------------------------
+
+
+@contextmanager
+def in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model compute in float32 for a while. Its own tensors are put back unchanged.
+
+    In 16 bits rounding is as large as the differences of a model that does not continue its own
+    cache.
+
+    Raises ``NoFloat32Error`` if it can't: weights in other forms than plain tensors, no memory.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    _refuse_other_forms(model, tensors)
+    halves = [tensor for tensor in tensors if tensor.dtype in HALVES]
+    _refuse_large(halves)
+    kept = [(tensor, tensor.data) for tensor in halves]
+    try:
+        for tensor, data in kept:
+            tensor.data = data.float()
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
+
+
+def _refuse_other_forms(model: PreTrainedModel, tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if type(tensor) not in PLAIN:
+            raise NoFloat32Error(f"its weights are of class {type(tensor).__name__}")
+        if tensor.is_meta:
+            raise NoFloat32Error("not all of its weights are in memory")
+    if any(not weight.is_floating_point() for weight in model.parameters()):
+        raise NoFloat32Error("its weights are quantised")
+
+
+def _refuse_large(halves: list[torch.Tensor]) -> None:
+    """Raise ``NoFloat32Error`` if a copy in float32 does not fit beside the tensors."""
+    for kind in {tensor.device.type for tensor in halves}:
+        num_bytes = sum(2 * tensor.nbytes for tensor in halves if tensor.device.type == kind)
+        if kind == "cpu":
+            left = available_bytes()[0]
+        elif kind == "cuda":
+            devices = {tensor.device for tensor in halves if tensor.device.type == kind}
+            left = sum(torch.cuda.mem_get_info(device)[0] for device in devices)
+        else:
+            continue  # the device's allocator refuses
+        if num_bytes + RESERVE_BYTES > left:
+            raise NoFloat32Error(
+                f"its weights take {num_bytes / 2**30:.1f} GiB in float32, and "
+                f"{left / 2**30:.1f} GiB are left"
+            )
