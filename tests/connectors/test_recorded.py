@@ -128,9 +128,10 @@ def test_first_rank_records_each_request_once_when_it_ends(
     path = tmp_path / "trace"
     settings = VllmSettings(record=str(path))
     for rank in ("tp_rank", "pp_rank", "attn_cp_rank"):
-        assert under_sglang.open_recording(settings, config(**{rank: 1}), 64, 0) is None
-    made = under_sglang.open_recording(settings, config(), 64, 0)
-    assert made is not None
+        under_sglang.Recording(settings, config(**{rank: 1}), 64, 0)
+        assert not watch.end_listeners
+        assert not path.exists()
+    made = under_sglang.Recording(settings, config(), 64, 0)
     tokens = list(range(200))
     one, two = Request("1", tokens), Request("2", [*tokens[:130], 7])
     step(watch, [one, two], ends=[])
@@ -162,8 +163,7 @@ def test_a_clock_that_is_set_moves_no_request(
     watch: PrefillWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "trace"
-    made = under_sglang.open_recording(VllmSettings(record=str(path)), config(), 64, 0)
-    assert made is not None
+    made = under_sglang.Recording(VllmSettings(record=str(path)), config(), 64, 0)
     since = time.perf_counter()
     for number, shown in enumerate((1.7e9, 100_000.0, 1.7e9)):
         monkeypatch.setattr(time, "time", lambda now=shown: now)
@@ -177,10 +177,9 @@ def test_a_clock_that_is_set_moves_no_request(
 
 def test_attention_replicas_record_beside_each_other(watch: PrefillWatch, tmp_path: Path) -> None:
     settings = VllmSettings(record=str(tmp_path / "trace"))
-    made = [under_sglang.open_recording(settings, config(dp_rank=each), 16, 3) for each in (0, 1)]
-    for each in made:
-        assert each is not None
-        each.close()
+    made = [under_sglang.Recording(settings, config(dp_rank=rank), 16, 3) for rank in (0, 1)]
+    for recording in made:
+        recording.close()
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         "trace-replica3",
         "trace-replica3-dp1",
@@ -190,10 +189,7 @@ def test_attention_replicas_record_beside_each_other(watch: PrefillWatch, tmp_pa
 def test_request_that_cant_be_read_fails_nothing(
     watch: PrefillWatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = under_sglang.open_recording(
-        VllmSettings(record=str(tmp_path / "trace")), config(), 16, 0
-    )
-    assert made is not None
+    made = under_sglang.Recording(VllmSettings(record=str(tmp_path / "trace")), config(), 16, 0)
     step(watch, [odd := Request("1", None)], ends=[odd])
     made.close()
     assert "a request was not recorded" in caplog.text

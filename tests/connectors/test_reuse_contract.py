@@ -19,7 +19,7 @@ from kvtier.cache.ladder import Ladder
 from kvtier.cache.transfer.ranks import Done, RankOrder, Verb
 from kvtier.cache.transfer.ranks.digests import keys_in
 from kvtier.connectors.sglang.linker.promotion import PromptPromotion, WaitingPrompt
-from kvtier.connectors.sglang.shared.device_pools import KV
+from kvtier.connectors.sglang.shared.ranks import KV
 from kvtier.connectors.vllm.shared.counts import Counts
 from kvtier.connectors.vllm.shared.promotion import Promotion
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks, Shape

@@ -1,7 +1,9 @@
-"""Requests that wait in SGLang's queue while their KV is loaded into host memory."""
+"""Requests that wait in SGLang's queue for answers of a store, and for KV on its way to memory."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,54 +14,96 @@ import torch
 from kvtier.cache.block_cache import BlockState
 from kvtier.connectors.sglang.linker.promotion import PromptPromotion, WaitingPrompt
 from kvtier.connectors.sglang.linker.scheduler_hooks import NUM_AHEAD, QueueGate
-from kvtier.testing import StoredBlocks
+from kvtier.layout import opaque
+from kvtier.plan.decide import WaitState
+from kvtier.testing import MemoryStorage, StoredBlocks
+from kvtier.tiers import StorageFacts
 from tests.connectors.pool_harness import SLOT_BYTES, PoolHarness, key_of
 
 PAGE = 16
 NUM_STORED = 6
 PROMPT = WaitingPrompt(0, 10 * PAGE)
+PATIENCE_S = 30.0
 
 
 class Harness:
-    """A pool whose storage has recovered the blocks 0 to 5.
+    """A rank whose storage has the blocks 0 to 5, recovered by it or stored by another replica.
 
-    A request has the blocks from its number on. now_s: the clock.
+    A request has the blocks from its number on.
+
+    Args:
+        pools: its caches.
+        now_s: the clock; None for the real time.
     """
 
-    def __init__(self, always: bool = True) -> None:
-        stored_blocks = StoredBlocks()
-        first = PoolHarness(stored_blocks=stored_blocks)
-        assert first.keep(*range(NUM_STORED))
-        first.close()
-        self.pools = PoolHarness(stored_blocks=stored_blocks)
-        self.now_s = 0.0
-        self.bringing = PromptPromotion(
-            {"kv": self.pools.pool}, PAGE, SLOT_BYTES, always, lambda: self.now_s
-        )
+    def __init__(self, pools: PoolHarness, now_s: float | None = None) -> None:
+        self.pools = pools
+        self.now_s = now_s
+        self.bringing = PromptPromotion({"kv": pools.pool}, PAGE, SLOT_BYTES, True, self._clock)
         self.gate = QueueGate(self.bringing)
-        self.num_looked = 0
+        self.cuts: list[list[int]] = []
 
-    def look(self, rid: str, *numbers: int, prompt: WaitingPrompt = PROMPT) -> list[int]:
+    def _clock(self) -> float:
+        return time.monotonic() if self.now_s is None else self.now_s
+
+    def look(self, rid: str, *numbers: int) -> list[int]:
         keys = [key_of(number) for number in numbers]
-        places = {"kv": self.pools.pool.lookup(keys)[0]}
-        return self.bringing.cuts(rid, prompt, keys, places, {"kv": 0})
+        places, answers = self.pools.pool.lookup(keys)
+        cuts = self.bringing.cuts(rid, PROMPT, keys, {"kv": places}, {"kv": 0}, answers)
+        self.cuts.append(cuts)
+        return cuts
 
     def request(self, *numbers: int) -> Any:
         """Return a request that is looked up as SGLang does it."""
         req = SimpleNamespace(rid=f"r{numbers}")
-
-        def init_next_round_input(cache: object, cow_mamba: bool) -> None:
-            self.num_looked += 1
-            self.look(req.rid, *numbers)
-
-        req.init_next_round_input = init_next_round_input
+        req.init_next_round_input = lambda cache, cow_mamba: self.look(req.rid, *numbers)
         return req
+
+    def choose(self, made: Any) -> Any:
+        self.pools.pool.poll()  # as SGLang has the linker do in each step
+        return self.gate.choose(made, False, lambda: take_first(made))
+
+
+def stored() -> StoredBlocks:
+    """Return the content of a storage that has the blocks 0 to 5."""
+    stored_blocks = StoredBlocks()
+    first = PoolHarness(stored_blocks=stored_blocks)
+    assert first.keep(*range(NUM_STORED))
+    first.close()
+    return stored_blocks
 
 
 @pytest.fixture
 def harness() -> Iterator[Harness]:
-    made = Harness()
+    made = Harness(PoolHarness(stored_blocks=stored()), now_s=0.0)
     yield made
+    made.pools.close()
+
+
+class StoreHarness(Harness):
+    """Its storage is a store, which answers look-ups while ``store.open_finds`` is set."""
+
+    def __init__(self, lookup_deadline_s: float = PATIENCE_S) -> None:
+        facts = StorageFacts(is_shared=True)
+        self.store = MemoryStorage(opaque(SLOT_BYTES), 16, stored(), "store", facts)
+        self.store.open_finds.clear()
+        super().__init__(PoolHarness(storages=[self.store], lookup_deadline_s=lookup_deadline_s))
+
+    def until_heard(self) -> None:
+        """Wait until the store has answered, and a step has noticed."""
+        self.store.open_finds.set()
+        end_s = time.monotonic() + PATIENCE_S
+        states = self.bringing._states
+        while any(self.bringing.wait(rid) is WaitState.ANSWERS for rid in states):
+            assert time.monotonic() < end_s, "nothing is heard"
+            self.pools.pool.poll()
+
+
+@pytest.fixture
+def store() -> Iterator[StoreHarness]:
+    made = StoreHarness()
+    yield made
+    made.store.open_finds.set()
     made.pools.close()
 
 
@@ -84,10 +128,6 @@ def take_first(made: Any) -> Any:
     return [req.rid for req in taken]
 
 
-def choose(harness: Harness, made: Any) -> Any:
-    return harness.gate.choose(made, False, lambda: take_first(made))
-
-
 # -- what is brought ------------------------------------------------------------------------------
 
 
@@ -108,19 +148,6 @@ def test_what_is_in_memory_is_told_of_while_the_rest_comes(harness: Harness) -> 
     harness.pools.storage.release()
 
 
-def test_nobody_waits_for_longer_than_computing_takes(harness: Harness) -> None:
-    harness.pools.storage.hold("get")
-    costs = harness.pools.pool.ladder.costs
-    for num_tokens in (64, 128, 256, 512):
-        costs.observe_prefill(0, num_tokens, num_tokens * 1e-3)
-    harness.look("r", *range(NUM_STORED))
-    harness.now_s = 0.5 * NUM_STORED * PAGE * 1e-3
-    assert harness.bringing.wait("r")
-    harness.now_s = 1.5 * NUM_STORED * PAGE * 1e-3
-    assert not harness.bringing.wait("r")
-    harness.pools.storage.release()
-
-
 def test_read_that_fails_ends_the_wait_and_is_not_begun_again(harness: Harness) -> None:
     harness.pools.storage.fail("get")
     harness.look("r", 0, 1)
@@ -131,19 +158,6 @@ def test_read_that_fails_ends_the_wait_and_is_not_begun_again(harness: Harness) 
     harness.pools.settle()
     assert not harness.bringing.wait("r")
     assert harness.pools.storage.num_calls["get"] == num_reads
-
-
-def test_what_is_slower_than_computing_is_not_brought() -> None:
-    harness = Harness(always=False)
-    costs = harness.pools.pool.ladder.costs
-    for num_tokens in (64, 128, 256, 512):
-        costs.observe_prefill(0, num_tokens, num_tokens * 1e-6)
-    costs.observe_copy(("disk", "host"), 4096, 10.0)
-    costs.observe_copy(("host", "device"), 4096, 1e-9)
-    assert harness.look("r", *range(NUM_STORED)) == []
-    assert not harness.bringing.wait("r")
-    assert harness.pools.storage.num_calls["get"] == 0
-    harness.pools.close()
 
 
 def test_window_needs_only_what_lies_before_the_cut() -> None:
@@ -169,28 +183,28 @@ def test_request_whose_kv_comes_lets_others_pass_and_keeps_its_place(harness: Ha
     harness.pools.storage.hold("get")
     waits, passes, last = harness.request(0, 1), harness.request(50), harness.request(60)
     made = scheduler([waits, passes, last])
-    assert choose(harness, made) == [passes.rid]
+    assert harness.choose(made) == [passes.rid]
     assert made.waiting_queue == [waits, last]
     harness.pools.storage.release()
     harness.pools.settle()
-    assert choose(harness, made) == [waits.rid]
+    assert harness.choose(made) == [waits.rid]
     assert made.waiting_queue == [last]
-    assert harness.num_looked == 3  # each once
+    assert len(harness.cuts) == 3  # each once
 
 
 def test_rank_waits_as_long_as_another_one_does(harness: Harness) -> None:
     others = [1]
     made = scheduler([harness.request(50)], lambda at: others[at])
-    assert choose(harness, made) == []
-    assert choose(harness, made) == []
-    assert harness.num_looked == 1  # ranks look together: they reduce what they find
+    assert harness.choose(made) == []
+    assert harness.choose(made) == []
+    assert len(harness.cuts) == 1  # ranks look together: they reduce what they find
     others[0] = 0
-    assert choose(harness, made) == ["r(50,)"]
+    assert harness.choose(made) == ["r(50,)"]
 
 
 def test_nothing_is_brought_for_who_is_computed_at_once(harness: Harness) -> None:
     made = scheduler([harness.request(50)])
-    choose(harness, made)
+    harness.choose(made)
     assert harness.look("r", 0, 1) == []
     assert not harness.bringing.wait("r")
     assert harness.pools.storage.num_calls["get"] == 0
@@ -198,19 +212,19 @@ def test_nothing_is_brought_for_who_is_computed_at_once(harness: Harness) -> Non
 
 def test_only_the_head_of_a_long_queue_is_looked_up(harness: Harness) -> None:
     made = scheduler([harness.request(100 + number) for number in range(3 * NUM_AHEAD)])
-    choose(harness, made)
-    assert harness.num_looked == NUM_AHEAD
+    harness.choose(made)
+    assert len(harness.cuts) == NUM_AHEAD
     for _ in range(3):
-        choose(harness, made)
-    assert harness.num_looked == NUM_AHEAD + 3
+        harness.choose(made)
+    assert len(harness.cuts) == NUM_AHEAD + 3
 
 
 def test_request_that_went_is_forgotten(harness: Harness) -> None:
     harness.pools.storage.hold("get")
     made = scheduler([harness.request(0, 1)])
-    assert choose(harness, made) == []
+    assert harness.choose(made) == []
     made.waiting_queue.clear()
-    assert choose(harness, made) == []
+    assert harness.choose(made) == []
     assert not harness.bringing.wait("r(0, 1)")
     harness.pools.storage.release()
 
@@ -227,3 +241,97 @@ def test_choice_that_fails_loses_no_request(harness: Harness) -> None:
         harness.gate.choose(made, False, fail)
     assert made.waiting_queue == queue
     harness.pools.storage.release()
+
+
+# -- look-ups in a store -------------------------------------------------------------------------
+
+
+def test_request_waits_for_the_answer_and_then_for_what_comes(store: StoreHarness) -> None:
+    req = store.request(0, 1, 2, 99)
+    made = scheduler([req])
+    assert store.choose(made) == []
+    assert store.bringing.wait(req.rid) is WaitState.ANSWERS
+    assert store.choose(made) == []
+    assert store.cuts == [[]], "it is looked up once while it waits"
+    store.until_heard()
+    assert store.choose(made) == []
+    assert store.choose(made) == []
+    assert store.bringing.wait(req.rid) is WaitState.READS
+    store.pools.settle()
+    assert store.choose(made) == [req.rid]
+    store.look("turn", 0, 1, 2, 99)
+    assert store.cuts == [[], [], [1, 2, 3]]
+
+
+def test_request_that_the_store_has_nothing_of_is_computed(store: StoreHarness) -> None:
+    req = store.request(50, 51)
+    made = scheduler([req])
+    assert store.choose(made) == []
+    store.until_heard()
+    assert store.choose(made) == []
+    assert store.choose(made) == [req.rid]
+    assert store.cuts == [[], []]
+
+
+def test_others_pass_meanwhile(store: StoreHarness) -> None:
+    waits, passes = store.request(0, 1), store.request()
+    made = scheduler([waits, passes])
+    assert store.choose(made) == [passes.rid]
+    assert made.waiting_queue == [waits]
+
+
+def test_ranks_look_again_when_all_have_heard(store: StoreHarness) -> None:
+    """Each look-up is a reduction of SGLang's: all ranks make it in one step, or none does."""
+    others = [int(WaitState.ANSWERS)]
+    req = store.request(0, 1)
+    made = scheduler([req], lambda at: others[at])
+    assert store.choose(made) == []
+    store.until_heard()
+    for _ in range(3):
+        assert store.choose(made) == []
+    assert len(store.cuts) == 1, "this rank has heard, the other one has not"
+    others[0] = 0
+    assert store.choose(made) == []
+    assert store.choose(made) == []
+    assert len(store.cuts) == 2
+    store.pools.settle()
+    assert store.choose(made) == [req.rid]
+
+
+def test_rank_that_asked_nobody_looks_again_with_the_others(store: StoreHarness) -> None:
+    others = [int(WaitState.ANSWERS)]
+    req = store.request()
+    made = scheduler([req], lambda at: others[at])
+    assert store.choose(made) == []
+    others[0] = 0
+    assert store.choose(made) == []
+    assert len(store.cuts) == 1
+    assert store.choose(made) == [req.rid]
+    assert len(store.cuts) == 2
+
+
+def test_nobody_waits_for_longer_than_for_an_answer() -> None:
+    store = StoreHarness(lookup_deadline_s=0.05)
+    first, second = store.request(0, 1), store.request(2, 3)
+    made = scheduler([first])
+    end_s = time.monotonic() + PATIENCE_S
+    while store.choose(made) == []:
+        assert time.monotonic() < end_s, "it waits for ever"
+    made = scheduler([second])
+    assert store.choose(made) == [second.rid], "others wait for a store that is late"
+    store.store.open_finds.set()
+    store.pools.close()
+
+
+def test_log_has_once_what_was_decided(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="kvtier.connectors.sglang.linker.promotion")
+    pools = PoolHarness()
+    assert pools.keep(0, 1)
+    bringing = PromptPromotion({"kv": pools.pool}, PAGE, SLOT_BYTES, always=False)
+    keys = [key_of(0), key_of(1)]
+    places = {"kv": pools.pool.lookup(keys)[0]}
+    for _ in range(3):
+        bringing.cuts("again\nforged", WaitingPrompt(0, 3 * PAGE), keys, places, {"kv": 0})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(rf"prompt request=again\nforged tokens={3 * PAGE} reused={2 * PAGE} ")
+    pools.close()

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvtier.cache.block_cache import BlockState
-from kvtier.connectors.sglang.linker.layer_counter import LayerCounter
 from kvtier.connectors.sglang.linker.loading import Loading
 from kvtier.connectors.sglang.shared.device_pools import DevicePool
 from kvtier.core.types import HOST
@@ -43,9 +42,8 @@ class Harness:
             )
             for name, harness in self.pools.items()
         }
-        self.layers = LayerCounter()
         self.fails: Exception | None = None
-        self.loading = Loading(linked, PAGE, self.layers, self.after_forward)
+        self.loading = Loading(linked, PAGE, self.after_forward)
         for harness in self.pools.values():
             assert harness.keep(*WANTED)
             harness.settle()
@@ -181,8 +179,8 @@ def test_batch_that_cant_begin_is_told_of_at_its_end(harnesss: Callable[..., Har
     index = harness.loading.begin()
     assert index >= 0
     assert harness.num_held() == [0]
-    harness.layers.set_consumer(index)
-    harness.layers.wait_until(0)  # for nothing
+    harness.loading.set_consumer(index)
+    harness.loading.wait_until(0)  # for nothing
     assert not harness.loading.finish(index)
 
 
@@ -190,9 +188,9 @@ def test_forward_finds_each_layer_that_it_has_waited_for(harnesss: Callable[...,
     harness = harnesss()
     harness.queue("r", WANTED)
     index = harness.loading.begin()
-    harness.layers.set_consumer(index)
+    harness.loading.set_consumer(index)
     for layer in range(len(ENDS)):
-        harness.layers.wait_until(layer)
+        harness.loading.wait_until(layer)
     assert harness.has(WANTED), "before the batch is finished"
     assert harness.loading.finish(index)
 

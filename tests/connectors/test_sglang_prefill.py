@@ -18,7 +18,7 @@ class Steps:
         self._hooks = self.watch.hooks()
 
     def listen(self) -> None:
-        self.watch.listen(self._observe)
+        self.watch.step_listeners.append(self._observe)
 
     def _observe(self, num_before: int, num_tokens: int, seconds: float) -> None:
         self.seen.append((num_before, num_tokens, seconds))
@@ -70,7 +70,7 @@ def test_nothing_is_kept_while_nobody_listens() -> None:
     steps.listen()
     steps.end(result, 1.0)
     assert steps.seen == []
-    steps.watch.leave(steps._observe)
+    steps.watch.step_listeners.clear()
     steps.end(steps.begin([0], [64]), 1.0)
     assert steps.seen == []
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.sglang.shared.identity import engine_digest, folder_of, page_keys, pool_facts
+from kvtier.connectors.sglang.shared.identity import engine_digest, page_keys, pool_facts
+from kvtier.connectors.sglang.shared.ranks import folder_of
 from kvtier.connectors.sglang.shared.settings import LinkerSettings, StorageSettings
-from kvtier.connectors.sglang.shared.unsupported import refuse, refuse_linked
+from kvtier.connectors.sglang.shared.unsupported import refuse
 from kvtier.core.errors import ConfigError
 
 DISK = {"disk_path": "/nvme/kv", "disk_capacity": "1MiB"}
@@ -66,9 +67,11 @@ def test_engine_that_cant_be_served_is_one_sentence(
 
 
 def test_stages_of_a_pipeline_are_not_linked() -> None:
+    memory = LinkerSettings.read({"host_capacity": "1GiB"})
     with pytest.raises(ConfigError, match="pipeline parallelism of 2"):
-        refuse_linked(config(pp_size=2))
-    refuse_linked(config())
+        refuse(config(pp_size=2), None, memory)
+    refuse(config(), None, memory)
+    refuse(config(pp_size=2), None, StorageSettings.read(DISK))
 
 
 def test_adapters_are_served_from_memory_alone() -> None:

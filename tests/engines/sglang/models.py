@@ -1,4 +1,4 @@
-"""A small model with latent attention (MLA), of random weights."""
+"""Small models: the built-in one, and one with latent attention (MLA), of random weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import shutil
 from pathlib import Path
 
 from tests.engines.sglang.servers import MODEL
+
+
+def model_of(kind: str, folder: Path) -> Path:
+    """Return the built-in model ("mha"), or one that is made in ``folder`` ("mla")."""
+    return MODEL if kind == "mha" else make_mla(folder / "mla")
 
 
 def make_mla(folder: Path) -> Path:

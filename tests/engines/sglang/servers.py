@@ -8,8 +8,7 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import requests
 
 import kvtier
 from tests.kit.servers import free_port
+from tests.kit.waiting import wait_until
 
 MODEL = Path(kvtier.__file__).parent / "serve/engine/builtin/kvtier-tiny"
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -41,6 +41,10 @@ OPTIONS = (
     *("--enable-cache-report", "--skip-server-warmup"),
     *(ON_CPU if DEVICE == "cpu" else ()),
 )
+LONG = 20 * PAGE + 30
+"""Tokens of a prompt: its last page is not full."""
+NUM_WHOLE = (LONG - 1) // PAGE * PAGE
+"""Tokens of it that a hit may have: one is always computed."""
 HIERARCHICAL = ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")
 
 
@@ -91,6 +95,10 @@ def linker(folder: Path | None, capacity: str = "256MiB", **settings: object) ->
         "--enable-unified-cache-external-linker",
         *(f"{name}-backend", "dynamic", f"{name}-config", json.dumps(config)),
     )
+
+
+FRONTS: dict[str, Callable[..., tuple[str, ...]]] = {"storage": storage, "linker": linker}
+"""kvtier's connectors for SGLang: the options of a server with each."""
 
 
 @dataclass(frozen=True)
@@ -152,24 +160,24 @@ class Server:
 
     def wait(self) -> None:
         """Wait until the server answers."""
-        end = time.monotonic() + START_S
-        while time.monotonic() < end and self.process.poll() is None:
-            try:
-                if requests.get(f"{self._url}/health", timeout=ANSWER_S).ok:
-                    return
-            except requests.ConnectionError:
-                pass
-            time.sleep(0.3)
-        pytest.fail(f"the server does not answer:\n{self.text[-6000:]}")
 
-    def settle(self, folder: Path, num_pages: int, patience_s: float = 60) -> None:
+        def answers() -> bool:
+            if self.process.poll() is not None:
+                pytest.fail(f"the server has ended:\n{self.text[-6000:]}")
+            with suppress(requests.ConnectionError):
+                return requests.get(f"{self._url}/health", timeout=ANSWER_S).ok
+            return False
+
+        wait_until(answers, "the server answers", START_S)
+
+    def settle(self, folder: Path, num_pages: int) -> None:
         """Wait until the slabs have acknowledged ``num_pages`` pages, by their journals' sizes."""
-        end = time.monotonic() + patience_s
-        while time.monotonic() < end:
-            if sum(each.stat().st_size for each in folder.rglob("journal")) >= 64 * num_pages:
-                return
-            time.sleep(0.1)
-        pytest.fail(f"{num_pages} pages were not stored:\n{self.text[-6000:]}")
+
+        def are_stored() -> bool:
+            sizes = (path.stat().st_size for path in folder.rglob("journal"))
+            return sum(sizes) >= 64 * num_pages
+
+        wait_until(are_stored, f"{num_pages} pages are stored; see {self.log}")
 
     def kill(self) -> None:
         """Kill all processes of the server at once."""
@@ -186,21 +194,23 @@ def server(
     log: Path,
     *options: str,
     model: Path = MODEL,
-    cores: str = "0",
+    num_ranks: int = 1,
     python: str = sys.executable,
     **environment: str,
 ) -> Iterator[Server]:
     """Run a server in processes of its own.
 
-    cores: cores for the compute of each rank. python: interpreter of the server.
+    num_ranks: its tensor parallel size; each rank computes on a core of its own.
+    python: interpreter of the server.
     """
     port = free_port()
     command = [python, "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += ["--tp-size", str(num_ranks)]
     given = {"HF_HUB_OFFLINE": "1", **environment}
     if DEVICE == "cpu":
         given |= {
             "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_CPU_OMP_THREADS_BIND": cores,
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(num_ranks))),
             "PYTHONPATH": os.pathsep.join([str(STAND_INS), str(REPOSITORY), *_path()]),
         }
     with log.open("ab") as file:

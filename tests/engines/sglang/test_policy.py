@@ -17,9 +17,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from kvtier.connectors.sglang.hicache.prefetches import PREFETCHES, TREE
 from kvtier.connectors.sglang.shared.contract import TELLING
 from kvtier.connectors.sglang.shared.pages import Pages
+from kvtier.connectors.sglang.shared.prompt_reporting import PREFETCHES, TREE
 from kvtier.index.policies.replayed import LRU, RUNS
 from kvtier.tools.replay.policies import Replayer
 from kvtier.tools.replay.segments import find_segments

@@ -1,103 +1,58 @@
-"""Real servers: pages that they find on disk equal the computed ones."""
+"""Real servers: pages that they find on disk, or in host memory, equal the computed ones."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang")
 
-from tests.engines.sglang.models import make_mla
-from tests.engines.sglang.servers import (
-    MODEL,
-    PAGE,
-    Answer,
-    Server,
-    linker,
-    prompt,
-    server,
-    storage,
-)
+from tests.engines.sglang.models import model_of
+from tests.engines.sglang.servers import FRONTS, LONG, NUM_WHOLE, PAGE, prompt, server
 
-LONG = 20 * 64 + 30
-"""Tokens of a prompt: its last page is not full."""
-NUM_WHOLE = (LONG - 1) // PAGE * PAGE
-"""Tokens that a hit may have: one is always computed."""
 LAYOUTS = {1: ("page_first", "kernel"), 2: ("page_first_direct", "direct")}
-"""And the way to copy that goes with it, by the number of ranks."""
-
-
-def _check_stored(answer: Answer, device: Answer) -> None:
-    """Check that an answer's KV came from storage, and equals the device's."""
-    assert answer.num_stored == NUM_WHOLE
-    assert answer.logprobs == device.logprobs
-
-
-def _warm(running: Server, prompts: list[list[int]]) -> list[Answer]:
-    """Return each prompt's answer when the device has the tokens that a hit may have.
-
-    KV of a prompt's last token differs by rounding if it is computed behind a hit instead of with
-    the whole prompt. The device therefore has no more tokens.
-    """
-    cold = [running.ask(each[:NUM_WHOLE]) for each in prompts]
-    assert [each.num_cached for each in cold] == [0] * len(prompts)
-    warm = [running.ask(each) for each in prompts]
-    assert [(each.num_cached, each.num_stored) for each in warm] == [(NUM_WHOLE, 0)] * len(prompts)
-    return warm
+"""By number of ranks: layout of host memory, and the way to copy that goes with it."""
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["mha", "mla"])
-def test_pages_come_from_disk_after_a_flush_and_after_a_kill(
-    tmp_path: Path, kind: str, num_ranks: int
+@pytest.mark.parametrize("case", ["mha-1", "mha-2", "mla-1", "mla-2", "mha-1-encrypted"])
+@pytest.mark.parametrize("front", FRONTS)
+def test_pages_come_back_after_a_flush_and_after_a_kill(
+    tmp_path: Path, front: str, case: str
 ) -> None:
     folder, log = tmp_path / "slab", tmp_path / "log"
-    model = MODEL if kind == "mha" else make_mla(tmp_path / "mla")
-    options = [*storage(folder), "--tp-size", str(num_ranks)]
-    layout, way = LAYOUTS[num_ranks]
-    options += ["--hicache-mem-layout", layout, "--hicache-io-backend", way]
-    how: Any = {"model": model, "cores": "|".join(map(str, range(num_ranks)))}
+    kind, ranks, *coding = case.split("-")
+    num_ranks, settings = int(ranks), {}
+    if coding:
+        pytest.importorskip("cryptography")
+        (tmp_path / "keys").write_text("0a" * 32)
+        settings = {"encryption_key": f"file:{tmp_path / 'keys'}"}
+    options = [*FRONTS[front](folder, **settings)]
+    num_slabs = num_ranks
+    if front == "storage":
+        layout, way = LAYOUTS[num_ranks]
+        options += ["--hicache-mem-layout", layout, "--hicache-io-backend", way]
+        num_slabs = num_ranks if kind == "mha" else 1
+    model = model_of(kind, tmp_path)
     prompts = [prompt(seed, LONG) for seed in range(3)]
-    num_slabs = num_ranks if kind == "mha" else 1
-    with server(log, *options, **how) as first:
-        warm = _warm(first, prompts)
+    with server(log, *options, model=model, num_ranks=num_ranks) as first:
+        # KV of a prompt's last token differs by rounding if it is computed behind a hit instead of
+        # with the whole prompt. The device therefore has no more tokens than a hit may have.
+        for tokens in prompts:
+            assert first.ask(tokens[:NUM_WHOLE]).num_cached == 0
+        warm = [first.ask(tokens) for tokens in prompts]
         first.settle(folder, num_slabs * len(prompts) * (LONG // PAGE))
         first.flush()
-        flushed = [first.ask(each) for each in prompts]
+        flushed = [first.ask(tokens) for tokens in prompts]
         first.kill()
-    assert len(list(folder.iterdir())) == num_slabs
-    with server(log, *options, **how) as second:
-        restarted = [second.ask(each) for each in prompts]
-    for device, *stored in zip(warm, flushed, restarted, strict=True):
-        for answer in stored:
-            _check_stored(answer, device)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["mha", "mla"])
-def test_linker_has_pages_after_a_flush_and_after_a_kill(
-    tmp_path: Path, kind: str, num_ranks: int
-) -> None:
-    folder, log = tmp_path / "slab", tmp_path / "log"
-    model = MODEL if kind == "mha" else make_mla(tmp_path / "mla")
-    options = [*linker(folder), "--tp-size", str(num_ranks)]
-    how: Any = {"model": model, "cores": "|".join(map(str, range(num_ranks)))}
-    prompts = [prompt(seed, LONG) for seed in range(3)]
-    with server(log, *options, **how) as first:
-        warm = _warm(first, prompts)
-        first.settle(folder, num_ranks * len(prompts) * (LONG // PAGE))
-        first.flush()
-        flushed = [first.ask(each) for each in prompts]
-        first.kill()
-    assert len(list(folder.iterdir())) == num_ranks
-    with server(log, *options, **how) as second:
-        restarted = [second.ask(each) for each in prompts]
-    for device, *found in zip(warm, flushed, restarted, strict=True):
-        for answer in found:
-            assert answer.num_cached == NUM_WHOLE
-            assert answer.logprobs == device.logprobs
+    superblocks = [path.read_bytes() for path in folder.rglob("superblock")]
+    assert [b" encrypted" in superblock for superblock in superblocks] == [bool(coding)] * num_slabs
+    with server(log, *options, model=model, num_ranks=num_ranks) as second:
+        restarted = [second.ask(tokens) for tokens in prompts]
+    for answers in (warm, flushed, restarted):
+        assert [answer.num_cached for answer in answers] == [NUM_WHOLE] * len(prompts)
+        assert [answer.logprobs for answer in answers] == [answer.logprobs for answer in warm]
+    if front == "storage":
+        stored = [answer.num_stored for answer in (*warm, *flushed, *restarted)]
+        assert stored == [0] * len(prompts) + [NUM_WHOLE] * 2 * len(prompts)

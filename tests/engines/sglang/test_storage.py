@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.models.registry import ModelRegistry
 
-from kvtier.connectors.sglang.shared import engine_code
+from kvtier.connectors.sglang.shared import names
 from kvtier.connectors.sglang.shared.new_weights import FLUSH, NEW_WEIGHTS, SESSION, UPDATER
 from kvtier.connectors.sglang.shared.pages import Pages
 from kvtier.connectors.sglang.shared.prefill import WATCH
@@ -310,7 +310,7 @@ def test_pages_are_found_while_the_code_from_outside_sglang_is_the_same(
     module = tmp_path / f"acme_{registry}.py"
     module.write_text("class Model: ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(engine_code, "process_start_ns", lambda: None)  # the file is younger
+    monkeypatch.setattr(names, "process_start_ns", lambda: None)  # the file is younger
     pool = host_pool("mha", "page_first")
 
     def num_found() -> int:
@@ -330,12 +330,12 @@ def test_pages_are_found_while_the_code_from_outside_sglang_is_the_same(
     assert [num_found(), num_found()] == [0, 1]
     module.write_text("class Model: scale = 2\n")
     assert [num_found(), num_found()] == [0, 1]
-    monkeypatch.setattr(engine_code, "process_start_ns", process_start_ns)
+    monkeypatch.setattr(names, "process_start_ns", process_start_ns)
     assert [num_found(), num_found()] == [0, 0], "the file may have changed since it was loaded"
 
 
 def test_hooks_are_around_what_is_there() -> None:
-    for name in WATCH.hooks() | NEW_WEIGHTS.hooks():
+    for name in {**WATCH.hooks(), **NEW_WEIGHTS.hooks()}:
         module, _, attribute = name.rpartition(".")
         assert callable(getattr(pkgutil.resolve_name(module), attribute)), name
 

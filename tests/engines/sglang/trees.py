@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
 from kvtier.connectors.sglang.entry import KvtierLinker
 from kvtier.connectors.sglang.plugin import register, wrapping_hooks
 from kvtier.connectors.sglang.shared.hooks import missing
+from tests.kit.waiting import wait_until
 
 PAGE = 16
 MIB = 1 << 20
@@ -149,10 +149,12 @@ class Tree:
 
     def settle(self) -> None:
         """Wait until all offloads are reported, and no transfer is in flight below."""
-        ends = time.monotonic() + 20
-        while self.cache.linker.pending_offloads and time.monotonic() < ends:
+
+        def is_done() -> bool:
             self.cache.check_hicache_events()
-        assert not self.cache.linker.pending_offloads
+            return not self.cache.linker.pending_offloads
+
+        wait_until(is_done, "all offloads are reported")
         for each in self.linker._linked.values():
             assert each.cache.ladder.drain(20, each.cache.poll)
 
@@ -191,11 +193,13 @@ class Tree:
 
 def wait_for(tree: Tree, rid: str, prompt: Sequence[int], num_tokens: int) -> Any:
     """Look up until the linker has so many tokens of a prompt in host memory."""
-    ends = time.monotonic() + 20
-    while time.monotonic() < ends:
-        req, found = tree.find(rid, prompt)
-        if found == num_tokens:
-            return req
+    found: list[Any] = []
+
+    def is_found() -> bool:
+        req, num = tree.find(rid, prompt)
+        found.append(req)
         tree.cache.check_hicache_events()
-        time.sleep(0.001)
-    raise AssertionError(f"{num_tokens} tokens were not found")
+        return num == num_tokens
+
+    wait_until(is_found, f"{num_tokens} tokens are found")
+    return found[-1]

@@ -9,6 +9,12 @@ from pathlib import Path
 
 from kvtier.identity import Basis, Identification, Identity, process_start_ns, unknown
 
+MODEL_FILES = frozenset({
+    "auto", "bitsandbytes", "fastsafetensors", "gguf", "instanttensor", "mistral", "npcache",
+    "pt", "runai_streamer", "safetensors", "sharded_state",
+})  # fmt: skip
+"""Load formats, of all engines, that read only the model's own files."""
+
 
 @dataclass(frozen=True, slots=True)
 class Source:

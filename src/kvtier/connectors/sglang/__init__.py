@@ -1,25 +1,21 @@
 """Connectors for SGLang: a storage back end below HiCache, or a linker that replaces HiCache.
 
 Storage back end:
-    storage.py           SGLang's ``HiCacheStorage`` interface
-    pool_slab.py         one pool: its pages, and the slab that stores them
+    storage.py           SGLang's ``HiCacheStorage`` interface, and the slab of each pool
     pages.py             addresses of a host pool's pages, in any layout
-    prefetches.py        hook that reports requests to the eviction policy
 
 Linker:
     linker.py            SGLang's ``UnifiedCacheLinker``: between device pools and kvtier's tiers
-    pool_tiers.py        one device pool, and the tiers that keep its pages (common/pool_copies.py)
     device_pools.py      addresses of a device pool's pages
     promotion.py         promotion of pages from storage to host memory, and waiting requests
     scheduler_hooks.py   holds waiting requests in SGLang's queue
-    loading.py           loads of pages from host memory to the device
-    layer_counter.py     lets the forward wait for layers
-    prompt_reporting.py  reports requests to the eviction policy
+    loading.py           loads of pages from host memory to the device, layer by layer
 
 Both:
+    prompt_reporting.py  reports requests to the eviction policy
     prefix_hits.py       cuts of a prompt on which several pools agree
-    identity.py          facts that must agree before two processes share a page
-    ranks.py             this rank; capacity.py: its share of a capacity; rank_metrics.py
+    identity.py          facts that must agree before two processes share a page; names.py
+    ranks.py             this rank: its capacities, folders and metrics
     prefill.py           durations of steps, for the planner, and finished requests
     recording.py         recorder of requests
     new_weights.py       forgets pages when SGLang replaces its weights

@@ -43,10 +43,10 @@ def register() -> None:
 
 def wrapping_hooks() -> Hooks:
     """Return the hooks around SGLang functions, as far as the installed SGLang has these."""
-    from kvtier.connectors.sglang.hicache.prefetches import PREFETCHES
     from kvtier.connectors.sglang.linker import scheduler_hooks
     from kvtier.connectors.sglang.shared.new_weights import NEW_WEIGHTS
     from kvtier.connectors.sglang.shared.prefill import WATCH
+    from kvtier.connectors.sglang.shared.prompt_reporting import PREFETCHES
 
     found = {**WATCH.hooks(), **NEW_WEIGHTS.hooks()}
     try:

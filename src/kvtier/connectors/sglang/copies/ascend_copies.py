@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.connectors.sglang.copies.ascend_parts import AscendPart, PageMove, mha_parts, mla_parts
 from kvtier.connectors.sglang.shared.hooks import tell_missing
@@ -33,11 +33,20 @@ logger = logging.getLogger(__name__)
 
 HOST_POOLS = "sglang.srt.mem_cache.pool_host"
 ENGINE = "sglang.srt.mem_cache.l2_transfer.L2TransferEngine.__init__"
-POOLS: dict[str, tuple[str, Callable[[Any], list[AscendPart]]]] = {
-    f"{HOST_POOLS}.mha.MHATokenToKVPoolHost": ("page_first_direct", mha_parts),
-    f"{HOST_POOLS}.mla.MLATokenToKVPoolHost": ("page_first_kv_split", mla_parts),
+
+
+class PoolKind(NamedTuple):
+    """Kind of host pools: their layout on Ascend, and what returns the parts of a page."""
+
+    layout: str
+    parts: Callable[[Any], list[AscendPart]]
+
+
+POOLS = {
+    f"{HOST_POOLS}.mha.MHATokenToKVPoolHost": PoolKind("page_first_direct", mha_parts),
+    f"{HOST_POOLS}.mla.MLATokenToKVPoolHost": PoolKind("page_first_kv_split", mla_parts),
 }
-"""Host pools by class: layout on Ascend, and the function that returns the parts of a page."""
+"""Kinds of host pools by SGLang's class."""
 IO_BACKEND = "kernel_ascend"
 LOSS = "SGLang copies page by page, and all layers before the first"
 """Consequence, for the log, if kvtier's copies are not used."""
@@ -101,10 +110,9 @@ class AscendCopies:
         """Why SGLang's own copies are used; "" if they are not."""
         self.hooks: dict[str, Callable[..., Any]] = {ENGINE: self._check}
         """Wrappers by the full name of the SGLang function that they wrap."""
-        for name, (layout, parts_of) in POOLS.items():
-            load, back_up = (partial(do, layout, parts_of) for do in (self._load, self._back_up))
-            self.hooks[f"{name}.load_to_device_per_layer"] = load
-            self.hooks[f"{name}.backup_from_device_all_layer"] = back_up
+        for name, kind in POOLS.items():
+            self.hooks[f"{name}.load_to_device_per_layer"] = partial(self._load, kind)
+            self.hooks[f"{name}.backup_from_device_all_layer"] = partial(self._back_up, kind)
 
     def _check(self, make: Callable[..., None], *args: Any, **more: Any) -> None:
         """Warn of hooks that are not installed. SGLang installs all before this call."""
@@ -113,8 +121,7 @@ class AscendCopies:
 
     def _load(
         self,
-        layout: str,
-        parts_of: Callable[[Any], list[AscendPart]],
+        kind: PoolKind,
         theirs: Callable[..., None],
         pool: Any,
         device_pool: Any,
@@ -131,7 +138,7 @@ class AscendCopies:
         """
         theirs = partial(theirs, pool, device_pool, host_indices, device_indices)
         key = id(pool), id(host_indices), id(device_indices)
-        if not self._serves(pool, layout, io_backend, host_indices, device_indices):
+        if not self._serves(pool, kind.layout, io_backend, host_indices, device_indices):
             if self._moves.pop(key, None) is None:
                 theirs(layer_id, io_backend, is_draft=is_draft)
             else:  # theirs copies all layers with the first one, which was ours
@@ -143,7 +150,7 @@ class AscendCopies:
             with self._lock:
                 stream, move = self._streams[Direction.LOAD], self._moves.get(key)
                 if move is None or layer_id == 0:
-                    move = _move(pool, parts_of, host_indices, device_indices)
+                    move = _move(pool, kind, host_indices, device_indices)
                     stream.begin()
                     self._moves[key] = move
                 if layer_id >= move.num_done:
@@ -154,13 +161,12 @@ class AscendCopies:
                     del self._moves[key]
         except Exception as error:
             self._moves.pop(key, None)
-            self._leave(str(error) or repr(error))
+            self._leave(error)
             theirs(0, io_backend)
 
     def _back_up(
         self,
-        layout: str,
-        parts_of: Callable[[Any], list[AscendPart]],
+        kind: PoolKind,
         theirs: Callable[..., None],
         pool: Any,
         device_pool: Any,
@@ -169,15 +175,15 @@ class AscendCopies:
         io_backend: str,
     ) -> None:
         """Store all layers in one call."""
-        if self._serves(pool, layout, io_backend, host_indices, device_indices):
+        if self._serves(pool, kind.layout, io_backend, host_indices, device_indices):
             try:
                 with self._lock:
-                    move = _move(pool, parts_of, host_indices, device_indices)
+                    move = _move(pool, kind, host_indices, device_indices)
                     stream = self._streams[Direction.STORE]
                     stream.begin()
                     stream.copy(move.batch(Direction.STORE, range(move.num_layers)))
             except Exception as error:
-                self._leave(str(error) or repr(error))
+                self._leave(error)
             else:
                 return
         theirs(pool, device_pool, host_indices, device_indices, io_backend)
@@ -209,20 +215,18 @@ class AscendCopies:
                 self._streams = {each: StreamCopies(device, each) for each in Direction}
                 logger.info("device=%s copies pages of SGLang's by batch calls", name)
         except Exception as error:
-            self._leave(str(error) or repr(error))
+            self._leave(error)
 
-    def _leave(self, reason: str) -> None:
-        """Use SGLang's own copies from now on. None of ours is in flight on return."""
-        self.why_not = reason
+    def _leave(self, why: Exception | str) -> None:
+        """Use SGLang's own copies from now on. None of kvtier's is in flight on return."""
+        self.why_not = reason = str(why) or repr(why)
         for stream in self._streams.values():
             stream.drain()
         logger.warning("kvtier leaves its copies to SGLang: %s; %s", reason, LOSS)
 
 
-def _move(
-    pool: Any, parts_of: Callable[[Any], list[AscendPart]], host: Any, device: Any
-) -> PageMove:
-    return PageMove(parts_of(pool), host, device, pool.page_size, pool.target_layer_num)
+def _move(pool: Any, kind: PoolKind, host: Any, device: Any) -> PageMove:
+    return PageMove(kind.parts(pool), host, device, pool.page_size, pool.target_layer_num)
 
 
 def _refusal(pool: Any, layout: str, host_indices: Any, device_indices: Any) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Mapping, Sequence
 from threading import Lock, RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -22,25 +22,39 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.utils import is_cpu
 
+from kvtier.connectors.common.blocking_calls import BlockingCalls, SlabReads
+from kvtier.connectors.common.opening import open_disk, open_store
 from kvtier.connectors.sglang.copies import cpu_copies
-from kvtier.connectors.sglang.hicache import prefetches
-from kvtier.connectors.sglang.hicache.pool_slab import PoolSlab, open_slab
-from kvtier.connectors.sglang.hicache.prefetches import PREFETCHES, RequestReports
 from kvtier.connectors.sglang.shared import new_weights, prefill
-from kvtier.connectors.sglang.shared.capacity import room
 from kvtier.connectors.sglang.shared.hooks import tell_missing
 from kvtier.connectors.sglang.shared.identity import page_keys, pool_facts
 from kvtier.connectors.sglang.shared.names import PageNames
 from kvtier.connectors.sglang.shared.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.shared.pages import HostPool, Pages
 from kvtier.connectors.sglang.shared.prefill import WATCH
-from kvtier.connectors.sglang.shared.prefix_hits import SidePool, common_hits
-from kvtier.connectors.sglang.shared.prompt_reporting import policy_of
-from kvtier.connectors.sglang.shared.ranks import replica_of
-from kvtier.connectors.sglang.shared.recording import Recording, open_recording
+from kvtier.connectors.sglang.shared.prefix_hits import common_cuts, side_cuts
+from kvtier.connectors.sglang.shared.prompt_reporting import (
+    MAX_NOTED,
+    PREFETCHES,
+    QueuedRequest,
+    policy_of,
+    prefetch_hooks,
+)
+from kvtier.connectors.sglang.shared.ranks import (
+    KV,
+    folder_of,
+    is_replicated,
+    pool_capacities,
+    pool_metrics,
+    replica_of,
+)
+from kvtier.connectors.sglang.shared.recording import Recording
 from kvtier.connectors.sglang.shared.settings import StorageSettings
 from kvtier.connectors.sglang.shared.shards import host_shards, num_kv_heads, refuse_several
 from kvtier.connectors.sglang.shared.unsupported import refuse
+from kvtier.layout import opaque
+from kvtier.tiers import Pieces, StorageTier
+from kvtier.tiers.disk import DiskReader, goes_direct
 
 try:
     from sglang.srt.runtime_context import get_server_args
@@ -55,14 +69,20 @@ if TYPE_CHECKING:
         PoolTransfer,
     )
 
-    from kvtier.tiers import Pieces
-
 logger = logging.getLogger(__name__)
 
-KV = "kv"
-"""SGLang's name of the KV pool."""
 SERVED_POLICIES = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
 GIB = 1 << 30
+
+
+class PoolSlab(NamedTuple):
+    """One pool: addresses of its pages in memory, and calls to the slab or store that keeps them.
+
+    The calls only read if another rank writes the slab for all.
+    """
+
+    pages: Pages
+    calls: BlockingCalls | SlabReads
 
 
 class KvtierStorage(HiCacheStorage):
@@ -83,9 +103,10 @@ class KvtierStorage(HiCacheStorage):
         self._opening = RLock()
         self._is_open = False
         self._said: set[str] = set()
-        self._transfers = TransferRecorder()
+        self._metrics = StorageMetrics()
+        self._metrics_lock = Lock()
         self._recording: Recording | None = None
-        self._requests: RequestReports | None = None
+        self._requests: deque[QueuedRequest] = deque(maxlen=MAX_NOTED)
         self._names = PageNames(self._options, self._settings.namespace)
 
     # -- pools -------------------------------------------------------------------------------------
@@ -121,18 +142,16 @@ class KvtierStorage(HiCacheStorage):
         page_bytes = {name: each.num_bytes for name, each in pages.items()}
         name = "storage_capacity" if self._settings.locations else "disk_capacity"
         num_bytes = self._settings.size(name)
-        room_of = room(name, num_bytes, self._config, self._options, page_bytes)
-        policy = policy_of(self._settings, self._options, pages, prefetches.reporting_hooks())
+        capacities = pool_capacities(name, num_bytes, self._config, self._options, page_bytes)
+        policy = policy_of(self._settings, self._options, pages, prefetch_hooks())
         for name, each in pages.items():
-            self._slabs[name] = self._open(name, each, room_of[name], policy)
-        self._recording = open_recording(
-            self._settings, self._config, pages[KV].page_size, replica_of()
-        )
+            self._slabs[name] = self._open(name, each, capacities[name], policy)
+        page_size = pages[KV].page_size
+        self._recording = Recording(self._settings, self._config, page_size, replica_of())
         if self._slabs[KV].calls.learns:
-            self._requests = RequestReports(self._slabs[KV].calls.on_request, pages[KV].page_size)
-            PREFETCHES.listen(self._requests.note)
-        WATCH.listen(self._observe_prefill)
-        NEW_WEIGHTS.listen(self)
+            PREFETCHES.listeners.append(self._requests.append)
+        WATCH.step_listeners.append(self._observe_prefill)
+        NEW_WEIGHTS.listeners.append(self)
         tell_missing(WATCH.hooks(), prefill.LOSS)
         tell_missing(NEW_WEIGHTS.hooks(), new_weights.LOSS)
         if is_cpu():
@@ -142,23 +161,43 @@ class KvtierStorage(HiCacheStorage):
         self._slabs[KV].calls.observe_prefill(num_before, num_tokens, seconds)
 
     def _open(self, name: str, pages: Pages, capacity_bytes: int, policy: str) -> PoolSlab:
-        config, pool, num = self._config, self._pools[name], self._settings.storage_shards
-        facts = pool_facts(config, name, pool, pages.sizes.tolist(), num > 0)
-        shards = None
-        if num:
-            num_heads = num_kv_heads(self._options, config.is_mla_model)
-            shards = host_shards(num, num_heads, config, pool, pages)
-        return open_slab(
-            self._settings,
-            self._config,
-            name,
-            pages,
-            capacity_bytes,
-            self._names.digest_of_part(facts),
-            replica_of(),
-            policy,
-            shards,
+        """Open the slab or the store of this rank's pages of a pool.
+
+        A disk that can't be read is not used, and SGLang serves without it.
+
+        Raises:
+            ConfigError: settings can't be used, or another process has opened the slab.
+        """
+        settings, config, pool = self._settings, self._config, self._pools[name]
+        num_shards = settings.storage_shards
+        facts = pool_facts(config, name, pool, pages.sizes.tolist(), num_shards > 0)
+        digest = self._names.digest_of_part(facts)
+        group = opaque(pages.num_bytes)
+        tier: StorageTier
+        if settings.locations:
+            shards = None
+            if num_shards:
+                num_heads = num_kv_heads(self._options, config.is_mla_model)
+                shards = host_shards(num_shards, num_heads, config, pool, pages)
+            (location,) = settings.locations
+            tier = open_store(location, settings, group, capacity_bytes, pages.memory, shards)
+        else:
+            options = settings.disk_options(folder_of(config, name, replica_of()), capacity_bytes)
+            if is_replicated(config, name) and config.tp_rank > 0:
+                return PoolSlab(pages, SlabReads(DiskReader(options, group), digest))
+            tier = open_disk(options, group, pages.memory if goes_direct(pages.sizes) else None)
+        calls = BlockingCalls(
+            tier,
+            pages.sizes.tolist(),
+            digest,
+            hold_s=settings.hold_s,
+            block_tokens=pages.page_size,
+            always_loads=settings.always_loads,
+            policy=policy,
+            bytes_per_day=settings.bytes_per_day,
+            metrics=pool_metrics(config, name),
         )
+        return PoolSlab(pages, calls)
 
     def _slab(self) -> PoolSlab:
         return self._opened()[KV]
@@ -166,9 +205,19 @@ class KvtierStorage(HiCacheStorage):
     def _opened(self) -> dict[str, PoolSlab]:
         if not self._is_open:
             self.on_host_pools_registered()
-        if self._requests is not None:
-            self._requests.tell()
+        self._report_requests()
         return self._slabs
+
+    def _report_requests(self) -> None:
+        """Report the requests that have joined the queue to the KV pool's policy."""
+        while self._requests:
+            try:
+                request = self._requests.popleft()
+            except IndexError:  # another thread was faster
+                return
+            pages, calls = self._slabs[KV]
+            if keys := request.keys(pages.page_size):
+                calls.on_request(keys)
 
     # -- called by SGLang's controller -------------------------------------------------------------
 
@@ -184,7 +233,7 @@ class KvtierStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         slab = self._slab()
-        return self._load(slab, keys, slab.pages.at(host_indices), _before(extra_info))
+        return self._move(slab, keys, slab.pages.at(host_indices), extra_info, is_load=True)
 
     def batch_set_v1(
         self,
@@ -193,20 +242,29 @@ class KvtierStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         slab = self._slab()
-        return self._store(slab, keys, slab.pages.at(host_indices), _before(extra_info))
+        return self._move(slab, keys, slab.pages.at(host_indices), extra_info, is_load=False)
 
-    def _load(
-        self, slab: PoolSlab, keys: list[str], pages: Pieces, before: Sequence[str] = ()
+    def _move(
+        self,
+        slab: PoolSlab,
+        keys: list[str],
+        pages: Pieces,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+        *,
+        is_load: bool,
     ) -> list[bool]:
-        with self._transfers.timing(True, slab.pages.num_bytes) as are_moved:
-            are_moved += slab.calls.load(page_keys(keys), pages, page_keys(before))
-        return are_moved
-
-    def _store(
-        self, slab: PoolSlab, keys: list[str], pages: Pieces, before: Sequence[str] = ()
-    ) -> list[bool]:
-        with self._transfers.timing(False, slab.pages.num_bytes) as are_moved:
-            are_moved += slab.calls.store(page_keys(keys), pages, page_keys(before))
+        """Load or store pages; return for each whether it was moved. Measure the call."""
+        move = slab.calls.load if is_load else slab.calls.store
+        began_s = time.perf_counter()
+        are_moved = move(page_keys(keys), pages, page_keys(_before(extra_info)))
+        took_s = max(time.perf_counter() - began_s, 1e-9)
+        if num := sum(are_moved):
+            gib_per_s = num * slab.pages.num_bytes / GIB / took_s
+            with self._metrics_lock:
+                metrics = self._metrics
+                (metrics.prefetch_pgs if is_load else metrics.backup_pgs).append(num)
+                speeds = metrics.prefetch_bandwidth if is_load else metrics.backup_bandwidth
+                speeds.append(gib_per_s)
         return are_moved
 
     # -- the same calls for several pools ----------------------------------------------------------
@@ -220,7 +278,7 @@ class KvtierStorage(HiCacheStorage):
         slabs = self._opened()
         names, num_before = page_keys(keys), len(_before(extra_info))
         num_pages = slabs[KV].calls.num_found(names, num_before)
-        sides = {}
+        sides: dict[str, list[int]] = {}
         for transfer in pool_transfers or []:
             name, slab = str(transfer.name), slabs.get(str(transfer.name))
             if slab is None or transfer.hit_policy not in SERVED_POLICIES:
@@ -228,10 +286,11 @@ class KvtierStorage(HiCacheStorage):
                 return PoolTransferResult.empty()
             needs_last = transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES
             num_last = max(1, len(transfer.keys or ())) if needs_last else 0
-            sides[name] = SidePool(slab.calls.find(names[:num_pages]), num_last)
-        hits = common_hits((KV, num_pages), sides)
-        found = PoolTransferResult(hits.longest, dict(hits.by_pool))
-        found.restorable_prefix_pages = list(hits.cuts)  # unused before 0.5.23
+            sides[name] = side_cuts(slab.calls.find(names[:num_pages]), num_last, num_pages)
+        cuts = list(common_cuts(num_pages, sides))
+        longest = {KV: num_pages, **{name: own[-1] for name, own in sides.items() if own}}
+        found = PoolTransferResult(cuts[-1] if cuts else 0, longest if num_pages else {})
+        found.restorable_prefix_pages = cuts  # unused before 0.5.23
         return found
 
     def batch_get_v2(
@@ -239,25 +298,21 @@ class KvtierStorage(HiCacheStorage):
         transfers: list[PoolTransfer],
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
-        before = _before(extra_info)
-        return self._each_pool(
-            transfers, lambda slab, keys, pages: self._load(slab, keys, pages, before)
-        )
+        return self._move_pools(transfers, extra_info, is_load=True)
 
     def batch_set_v2(
         self,
         transfers: list[PoolTransfer],
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
-        before = _before(extra_info)
-        return self._each_pool(
-            transfers, lambda slab, keys, pages: self._store(slab, keys, pages, before)
-        )
+        return self._move_pools(transfers, extra_info, is_load=False)
 
-    def _each_pool(
+    def _move_pools(
         self,
         transfers: list[PoolTransfer],
-        move: Callable[[PoolSlab, list[str], Pieces], list[bool]],
+        extra_info: HiCacheStorageExtraInfo | None,
+        *,
+        is_load: bool,
     ) -> dict[str, list[bool]]:
         """Return the outcome per page of each pool. Repeated pools' outcomes are concatenated."""
         done: dict[str, list[bool]] = {}
@@ -267,7 +322,7 @@ class KvtierStorage(HiCacheStorage):
             if slab is not None and transfer.host_indices is not None:
                 pages = slab.pages.at(transfer.host_indices)
                 if len(pages) == len(keys):
-                    moved = move(slab, keys, pages)
+                    moved = self._move(slab, keys, pages, extra_info, is_load=is_load)
             done.setdefault(transfer.name, []).extend(moved)
         return done
 
@@ -299,7 +354,8 @@ class KvtierStorage(HiCacheStorage):
         slab = self._slab()
         if target_locations is None:
             target_locations = [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
-        are_there = self._load(slab, keys, slab.pages.in_tensors(target_locations))
+        pages = slab.pages.in_tensors(target_locations)
+        are_there = self._move(slab, keys, pages, is_load=True)
         pairs = zip(target_locations, are_there, strict=True)
         return [page if is_there else None for page, is_there in pairs]
 
@@ -322,8 +378,8 @@ class KvtierStorage(HiCacheStorage):
         if values is None:
             return False
         slab = self._slab()
-        pages = [value.contiguous() for value in values]
-        return all(self._store(slab, keys, slab.pages.in_tensors(pages)))
+        tensors = [value.contiguous() for value in values]
+        return all(self._move(slab, keys, slab.pages.in_tensors(tensors), is_load=False))
 
     # -- upkeep ------------------------------------------------------------------------------------
 
@@ -338,13 +394,9 @@ class KvtierStorage(HiCacheStorage):
 
     def get_stats(self) -> StorageMetrics:
         """Return the transfers since the last call. Called on the scheduler's thread."""
-        reads, writes = self._transfers.take()
-        return StorageMetrics(
-            prefetch_pgs=reads.pages,
-            backup_pgs=writes.pages,
-            prefetch_bandwidth=reads.gib_per_s,
-            backup_bandwidth=writes.gib_per_s,
-        )
+        with self._metrics_lock:
+            taken, self._metrics = self._metrics, StorageMetrics()
+        return taken
 
     def clear(self) -> bool:
         for slab in self._slabs.values():
@@ -353,15 +405,14 @@ class KvtierStorage(HiCacheStorage):
 
     def close(self) -> None:
         """Close the slabs, so that another process may open them. SGLang's threads have ended."""
-        if self._slabs:
-            WATCH.leave(self._observe_prefill)
-            NEW_WEIGHTS.leave(self)
-        if self._requests is not None:
-            PREFETCHES.leave(self._requests.note)
-            self._requests = None
+        if self._is_open:
+            WATCH.step_listeners.remove(self._observe_prefill)
+            NEW_WEIGHTS.listeners.remove(self)
+            if self._slabs[KV].calls.learns:
+                PREFETCHES.listeners.remove(self._requests.append)
+                self._requests.clear()
         if self._recording is not None:
             self._recording.close()
-            self._recording = None
         self._names.close()
         self._is_open = False
         while self._slabs:
@@ -379,42 +430,3 @@ def _server_args() -> object:
         return get_server_args()
     except ValueError:
         return None
-
-
-class TransferStats:
-    """Pages and GiB/s of each call in one direction, since the last ``take``."""
-
-    def __init__(self) -> None:
-        self.pages: list[int] = []
-        self.gib_per_s: list[float] = []
-
-
-class TransferRecorder:
-    """Records calls that move pages. Any thread may record, and any may take."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._reads, self._writes = TransferStats(), TransferStats()
-
-    @contextmanager
-    def timing(self, is_read: bool, page_bytes: int) -> Iterator[list[bool]]:
-        """Time the call in this context, which fills the list with which pages were moved.
-
-        A call that moved none is not recorded.
-        """
-        are_moved: list[bool] = []
-        began = time.perf_counter()
-        yield are_moved
-        seconds = time.perf_counter() - began
-        if num := sum(are_moved):
-            with self._lock:
-                moved = self._reads if is_read else self._writes
-                moved.pages.append(num)
-                moved.gib_per_s.append(num * page_bytes / GIB / max(seconds, 1e-9))
-
-    def take(self) -> tuple[TransferStats, TransferStats]:
-        """Return the recorded reads and writes, and reset."""
-        with self._lock:
-            taken = self._reads, self._writes
-            self._reads, self._writes = TransferStats(), TransferStats()
-            return taken

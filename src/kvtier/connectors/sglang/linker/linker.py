@@ -15,34 +15,44 @@ import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from blake3 import blake3
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from kvtier.cache.ladder import CostMetrics
 from kvtier.cache.transfer import TransferEngine
-from kvtier.connectors.common.pool_copies import Store
+from kvtier.connectors.common.opening import open_disk, open_store
+from kvtier.connectors.common.pool_copies import PoolCopies, Store, open_cache
 from kvtier.connectors.sglang.linker import scheduler_hooks
-from kvtier.connectors.sglang.linker.layer_counter import LayerCounter
-from kvtier.connectors.sglang.linker.loading import Loading
-from kvtier.connectors.sglang.linker.pool_tiers import PoolTiers, link
+from kvtier.connectors.sglang.linker.loading import Loading, PoolTiers
 from kvtier.connectors.sglang.linker.promotion import PromptPromotion, WaitingPrompt
 from kvtier.connectors.sglang.shared import new_weights, prefill
-from kvtier.connectors.sglang.shared.device_pools import KV, DevicePool, find_pools
+from kvtier.connectors.sglang.shared.device_pools import DevicePool, find_pools
 from kvtier.connectors.sglang.shared.hooks import tell_missing
-from kvtier.connectors.sglang.shared.identity import page_keys
+from kvtier.connectors.sglang.shared.identity import page_keys, pool_facts
 from kvtier.connectors.sglang.shared.names import PageNames
 from kvtier.connectors.sglang.shared.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.shared.prefill import WATCH
 from kvtier.connectors.sglang.shared.prompt_reporting import PromptReporter, policy_of
-from kvtier.connectors.sglang.shared.ranks import RankConfig, replica_of
-from kvtier.connectors.sglang.shared.recording import open_recording
+from kvtier.connectors.sglang.shared.ranks import (
+    KV,
+    RankConfig,
+    folder_of,
+    pool_capacities,
+    pool_metrics,
+    replica_of,
+    slot_bytes,
+)
+from kvtier.connectors.sglang.shared.recording import Recording
 from kvtier.connectors.sglang.shared.settings import LinkerSettings
-from kvtier.connectors.sglang.shared.unsupported import refuse, refuse_linked
+from kvtier.connectors.sglang.shared.shards import device_shards, num_kv_heads, refuse_several
+from kvtier.connectors.sglang.shared.unsupported import refuse
 from kvtier.devices import find_device
+from kvtier.layout import opaque
+from kvtier.tiers import HostTier, StorageTier
 
 logger = logging.getLogger(__name__)
 
@@ -83,49 +93,34 @@ class KvtierLinker(UnifiedCacheLinker):
         settings = LinkerSettings.read(extra_config or {})
         config = RankConfig.of(params, server_args)
         refuse(config, server_args, settings)
-        refuse_linked(config)
+        self._settings, self._config, self._options = settings, config, server_args
         pools = find_pools(params.token_to_kv_pool_allocator.get_kvcache(), params, components)
         self.forward_stream = forward_stream
         self._page_size = params.page_size
         self._names = PageNames(server_args, settings.namespace)
         self._names.settle_engine(config)
         self._engine = self._start_engine(pools)
-        self._linked = link(
-            pools,
-            settings,
-            config,
-            server_args,
-            self._names,
-            self._device,
-            self._engine,
-            policy_of(
-                settings,
-                server_args,
-                [pool.name for pool in pools],
-                scheduler_hooks.reporting_hooks(),
-            ),
-        )
-        self.pools = {PoolName(name): each.pool for name, each in self._linked.items()}
-        self.layer_done_counter = LayerCounter()
+        self._linked = self._link(pools)
+        self.pools = {PoolName(name): linked.pool for name, linked in self._linked.items()}
+        self._loading = Loading(self._linked, self._page_size, self._after_forward)
+        self.layer_done_counter = self._loading
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
-        caches = {name: each.cache for name, each in self._linked.items()}
-        block_bytes = sum(each.copies.bytes_per_block for each in self._linked.values())
+        caches = {name: linked.cache for name, linked in self._linked.items()}
+        self._costs = caches[KV].costs
+        block_bytes = sum(linked.copies.bytes_per_block for linked in self._linked.values())
         self._promotion = PromptPromotion(
             caches, self._page_size, block_bytes, settings.always_loads
         )
         self.gate = scheduler_hooks.QueueGate(self._promotion)
         self.asking = PromptReporter(caches[KV], self._page_size)
         self._prompt = WaitingPrompt(0, 0)
-        self._loading = Loading(
-            self._linked, self._page_size, self.layer_done_counter, self._after_forward
-        )
         self._is_closed = False
         self._offloads: deque[Offload] = deque()
         self._depths: dict[bytes, int] = {}
-        self._recording = open_recording(settings, config, self._page_size, replica_of())
-        WATCH.listen(self._observe_prefill)
-        NEW_WEIGHTS.listen(self)
+        self._recording = Recording(settings, config, self._page_size, replica_of())
+        WATCH.step_listeners.append(self._observe_prefill)
+        NEW_WEIGHTS.listeners.append(self)
         tell_missing(WATCH.hooks(), prefill.LOSS)
         tell_missing(NEW_WEIGHTS.hooks(), new_weights.LOSS)
         tell_missing(scheduler_hooks.hooks(), scheduler_hooks.LOSS)
@@ -141,11 +136,63 @@ class KvtierLinker(UnifiedCacheLinker):
             logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
         return engine
 
-    # -- look-ups ----------------------------------------------------------------------------------
+    def _link(self, pools: Sequence[DevicePool]) -> dict[str, PoolTiers]:
+        """Return each pool with its tiers: host memory, a slab if configured, and stores.
 
-    @property
-    def _account(self) -> CostMetrics:
-        return self._linked[KV].cache.costs
+        Raises:
+            ConfigError: a capacity can't be allocated, or pages can't be cut into shards.
+        """
+        settings, config, options = self._settings, self._config, self._options
+        page_bytes = {pool.name: pool.page_bytes for pool in pools}
+        num_shards = settings.storage_shards
+        if num_shards:
+            refuse_several(list(page_bytes))
+
+        def capacities(setting: str) -> Mapping[str, int]:
+            return pool_capacities(setting, settings.size(setting), config, options, page_bytes)
+
+        policy = policy_of(settings, options, page_bytes, scheduler_hooks.reporting_hooks())
+        in_host = capacities("host_capacity")
+        on_disk = capacities("disk_capacity") if settings.disk_path else {}
+        in_stores = capacities("storage_capacity") if settings.locations else {}
+        linked = {}
+        for pool in pools:
+            group = opaque(slot_bytes(pool.page_bytes))
+            # Pages of latents are equal on all ranks and have one name, so a store has them once.
+            named = replace(config, is_mla_model=pool.has_latents)
+            facts = pool_facts(named, pool.name, pool.source, pool.shapes)
+            shards = None
+            if num_shards:
+                num_heads = num_kv_heads(options, pool.has_latents)
+                shards = device_shards(num_shards, num_heads, config, pool, group.bytes_per_block)
+            host = HostTier(group, in_host[pool.name], self._device)
+            storages: list[StorageTier] = []
+            if on_disk:
+                folder = f"{folder_of(config, pool.name, replica_of())}-linked"
+                if num_shards:  # the keys of its pages do not say which heads it has
+                    folder += f"-{blake3(facts).hexdigest()[:16]}"
+                slab = settings.disk_options(folder, on_disk[pool.name])
+                storages.append(open_disk(slab, group, host.ready_memory))
+            for location in settings.locations:
+                capacity, memory = in_stores[pool.name], host.ready_memory
+                storages.append(open_store(location, settings, group, capacity, memory, shards))
+            if num_shards:
+                facts = pool_facts(named, pool.name, pool.source, pool.shapes, any_size=True)
+            cache = open_cache(
+                host,
+                storages,
+                self._names.digest_of_part(facts),
+                settings.bytes_per_day,
+                settings.lookup_deadline_s,
+                policy,
+                pool_metrics(config, pool.name),
+            )
+            paged = pool.paged(group.bytes_per_block)
+            copies = PoolCopies(cache, paged, pool.ends, host, self._engine)
+            linked[pool.name] = PoolTiers(pool, cache, copies)
+        return linked
+
+    # -- look-ups ----------------------------------------------------------------------------------
 
     def note_prompt(self, num_cached: int, num_tokens: int) -> None:
         """Note the prompt of the next look-up.
@@ -167,17 +214,15 @@ class KvtierLinker(UnifiedCacheLinker):
         needs = _needs(transfers)
         if needs is None or needs.keys() != self._linked.keys():
             return []
-        keys = page_keys(
-            next(transfer for transfer in transfers if transfer.name == PoolName.KV).keys
-        )
+        keys = page_keys(next(pool.keys for pool in transfers if pool.name == PoolName.KV))
         self.asking.look_up(keys)
-        looks = {
-            name: each.cache.lookup(keys, has_gaps=name != KV)
-            for name, each in self._linked.items()
+        found = {
+            name: linked.cache.lookup(keys, has_gaps=name != KV)
+            for name, linked in self._linked.items()
         }
-        places = {name: found for name, (found, _) in looks.items()}
-        asked = [question for _, questions in looks.values() for question in questions]
-        cuts = self._promotion.cuts(rid, prompt, keys, places, needs, asked)
+        places = {name: lookup.states for name, lookup in found.items()}
+        answers = [answer for lookup in found.values() for answer in lookup.answers]
+        cuts = self._promotion.cuts(rid, prompt, keys, places, needs, answers)
         num_there = cuts[-1] if cuts else 0
         self._remember(keys[num_there:], prompt.num_cached // self._page_size + num_there)
         self._loading.promise(keys[:num_there], places)
@@ -193,12 +238,7 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue a load. The result depends on the transfers alone, since ranks must agree."""
-        wanted = [
-            transfer
-            for transfer in transfers
-            if transfer.keys and transfer.device_indices is not None
-        ]
-        if not wanted:
+        if not (wanted := _with_pages(transfers)):
             return False
         self._loading.queue(rid, wanted, self._promotion.waited_s(rid))
         return True
@@ -228,24 +268,20 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Begin a store. The result depends on the transfers alone, since ranks must agree."""
-        wanted = [
-            transfer
-            for transfer in transfers
-            if transfer.keys and transfer.device_indices is not None
-        ]
-        if not wanted:
+        if not (wanted := _with_pages(transfers)):
             return False
         self._offloads.append(offload := Offload())
         try:
             with self._after_forward():
                 depths: dict[bytes, int] = {}
-                for each in wanted:
-                    linked, keys = self._linked[each.name.value], page_keys(each.keys)
+                for transfer in wanted:
+                    linked, keys = self._linked[transfer.name.value], page_keys(transfer.keys)
                     if not depths:
                         self.asking.store(keys, self._depths)
                         depths = dict(zip(keys, self._depths_of(keys), strict=True))
-                    pages, at = linked.pool.pages(each.device_indices), [depths[k] for k in keys]
-                    offload.stores.append((linked, linked.copies.store(keys, at, pages)))
+                    pages = linked.pool.pages(transfer.device_indices)
+                    store = linked.copies.store(keys, [depths[key] for key in keys], pages)
+                    offload.stores.append((linked, store))
             offload.is_whole = True
         except Exception:
             logger.exception("kvtier: pages could not be stored")
@@ -283,7 +319,7 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         if not self._loading.take_waits():  # else the step may have waited for layers
-            self._account.observe_prefill(num_before, num_tokens, seconds)
+            self._costs.observe_prefill(num_before, num_tokens, seconds)
 
     def before_new_weights(self) -> None:
         """Forget the pages of the old weights, since SGLang's keys stay the same.
@@ -322,16 +358,20 @@ class KvtierLinker(UnifiedCacheLinker):
             return
         self._is_closed = True
         self.reset()
-        WATCH.leave(self._observe_prefill)
-        NEW_WEIGHTS.leave(self)
-        if self._recording is not None:
-            self._recording.close()
+        WATCH.step_listeners.remove(self._observe_prefill)
+        NEW_WEIGHTS.listeners.remove(self)
+        self._recording.close()
         self._names.close()
         is_over = self._engine.close(DRAIN_S)
         for linked in self._linked.values():
             is_over &= linked.cache.close()
         if is_over:
             self._device.close()
+
+
+def _with_pages(transfers: Sequence[PoolTransfer]) -> list[PoolTransfer]:
+    """Return the transfers that name pages and their places on the device."""
+    return [pool for pool in transfers if pool.keys and pool.device_indices is not None]
 
 
 def _needs(transfers: Sequence[PoolTransfer]) -> dict[str, int] | None:

@@ -17,28 +17,30 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtier.cache.block_cache import BlockState
+from kvtier.cache.block_cache import BlockCache, BlockState
 from kvtier.cache.transfer import CopyJob
-from kvtier.connectors.common.pool_copies import Load
-from kvtier.connectors.sglang.linker.layer_counter import LayerCounter
-from kvtier.connectors.sglang.shared.device_pools import KV
+from kvtier.connectors.common.pool_copies import Load, PoolCopies
+from kvtier.connectors.sglang.shared.device_pools import DevicePool
 from kvtier.connectors.sglang.shared.identity import page_keys
+from kvtier.connectors.sglang.shared.ranks import KV
+from kvtier.core.errors import DeviceError
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import PoolTransfer
-
-    from kvtier.connectors.sglang.linker.pool_tiers import PoolTiers
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ReusedTokens:
-    """Tokens ``first`` to ``end`` of a prompt that a request reuses after a wait."""
+class PoolTiers:
+    """One of SGLang's device pools with the tiers that keep its pages.
 
-    first: int
-    end: int
-    waited_s: float
+    pool: SGLang's pool. cache: cache of its pages. copies: between the two.
+    """
+
+    pool: DevicePool
+    cache: BlockCache
+    copies: PoolCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,15 @@ class QueuedLoad:
     """Load that a request has requested.
 
     Attributes:
-        given: the tokens of its pages in the KV pool.
+        first, end: its tokens in the prompt, by its pages in the KV pool.
+        waited_s: how long the request has waited for them.
         parts: its pages by pool.
         is_whole: whether all of them are in host memory.
     """
 
-    given: ReusedTokens
+    first: int
+    end: int
+    waited_s: float
     parts: list[LoadPart] = field(default_factory=list)
     is_whole: bool = False
 
@@ -70,18 +75,18 @@ class LoadBatch:
     """Loads for one forward.
 
     Attributes:
+        queued: the requests' loads.
         loads: copies by pool.
         is_whole: whether all requested pages were in host memory.
-        given: the tokens of each request.
     """
 
+    queued: Sequence[QueuedLoad]
+    is_whole: bool
     loads: list[tuple[PoolTiers, Load]] = field(default_factory=list)
-    is_whole: bool = True
-    given: Sequence[ReusedTokens] = ()
 
 
 class Loading:
-    """Loads of one linker, on the scheduler's thread.
+    """Loads of one linker, on the scheduler's thread, and SGLang's ``layer_done_counter``.
 
     A load that can't be queued or begun is logged, and reported when its batch is finished: until
     then this rank must do the same as the others.
@@ -89,7 +94,6 @@ class Loading:
     Args:
         linked: tiers by pool.
         page_size: tokens per page.
-        layers: lets the forward wait for layers.
         after_forward: context in which submitted copies start after the work queued on the
             forward's stream.
     """
@@ -98,12 +102,10 @@ class Loading:
         self,
         linked: Mapping[str, PoolTiers],
         page_size: int,
-        layers: LayerCounter,
         after_forward: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._linked = linked
         self._page_size = page_size
-        self._layers = layers
         self._after_forward = after_forward
         self._account = linked[KV].cache.costs
         self._num_cached = 0  # tokens on the device of the prompt that was looked up last
@@ -112,6 +114,8 @@ class Loading:
         self._batches: dict[int, LoadBatch] = {}
         self._num_batches = 0
         self._has_waited = False
+        self.consumer_index = -1
+        """Index of the running batch; -1 for a batch that loads nothing."""
 
     # -- promised ----------------------------------------------------------------------------------
 
@@ -151,13 +155,13 @@ class Loading:
             waited_s: how long the request has waited for them.
         """
         self.cancel(rid)
-        num_pages = max((len(each.keys) for each in wanted if each.name == KV), default=0)
+        num_pages = max((len(pool.keys) for pool in wanted if pool.name == KV), default=0)
         self._account.planned(num_pages, 0)
         end = self._num_cached + num_pages * self._page_size
-        self._queued[rid] = queued = QueuedLoad(ReusedTokens(self._num_cached, end, waited_s))
+        self._queued[rid] = queued = QueuedLoad(self._num_cached, end, waited_s)
         try:
-            for each in wanted:
-                queued.parts.append(self._hold(each))
+            for transfer in wanted:
+                queued.parts.append(self._hold(transfer))
             queued.is_whole = True
         except Exception:
             logger.exception("kvtier: a load can't begin, its request fails rid=%s", rid)
@@ -191,9 +195,8 @@ class Loading:
         if not self._queued:
             return -1
         queued, self._queued = list(self._queued.values()), {}
-        parts = [part for each in queued for part in each.parts]
-        is_whole = all(each.is_whole for each in queued)
-        batch = LoadBatch(is_whole=is_whole, given=[each.given for each in queued])
+        parts = [part for request in queued for part in request.parts]
+        batch = LoadBatch(queued, all(request.is_whole for request in queued))
         index = self._num_batches
         self._num_batches += 1
         self._batches[index] = batch
@@ -207,12 +210,26 @@ class Loading:
             batch.is_whole = False
         finally:
             _release(parts)
-        self._layers.begin(index, [load.job for _, load in batch.loads])
         return index
+
+    def set_consumer(self, index: int) -> None:
+        """Note the batch of the next forward."""
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """Make compute that is queued from now on wait for the KV of ``layer``. Never raises.
+
+        A failed load is reported when its batch is finished; SGLang then discards the results.
+        """
+        batch = self._batches.get(self.consumer_index)
+        for _, load in batch.loads if batch else ():
+            try:
+                load.job.hold_compute(layer // load.job.layers_per_step)
+            except DeviceError as error:
+                logger.error("kvtier: a layer did not arrive layer=%d error=%s", layer, error)
 
     def finish(self, index: int) -> bool:
         """End a batch after its forward. Return whether all requested pages had arrived."""
-        self._layers.end(index)
         batch = self._batches.pop(index, None)
         if batch is None:
             return True
@@ -222,9 +239,9 @@ class Loading:
             load.job.wait()
             are_there &= linked.copies.end_load(load)
         took_s = sum(load.job.seconds for _, load in batch.loads)
-        for each in batch.given if are_there else ():
-            share = took_s / len(batch.given)
-            self._account.saved(each.first, each.end, each.waited_s + share)
+        share_s = took_s / len(batch.queued)
+        for request in batch.queued if are_there else ():
+            self._account.saved(request.first, request.end, request.waited_s + share_s)
         return are_there
 
     def take_waits(self) -> bool:

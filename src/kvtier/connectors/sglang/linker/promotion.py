@@ -13,10 +13,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvtier.cache.block_cache import BlockCache, BlockState
-from kvtier.connectors.sglang.shared.device_pools import KV
-from kvtier.connectors.sglang.shared.prefix_hits import SidePool, common_hits
+from kvtier.connectors.sglang.shared.prefix_hits import common_cuts, side_cuts
+from kvtier.connectors.sglang.shared.ranks import KV
 from kvtier.core.errors import printable
 from kvtier.core.types import HOST
 from kvtier.plan import Decision, Tell, explain
@@ -33,9 +34,12 @@ from kvtier.plan.decide import (
 
 logger = logging.getLogger(__name__)
 
-NOWHERE, MEMORY, UNKNOWN = BlockState.NOWHERE, BlockState.MEMORY, BlockState.UNKNOWN
-MAX_VISITS = 4096
+READY = (BlockState.MEMORY,)
+REACHABLE = (BlockState.MEMORY, BlockState.STORAGE, BlockState.ARRIVING, BlockState.UNKNOWN)
+"""States of pages that are in memory, or may arrive there."""
+MAX_REQUESTS = 4096
 """Most requests remembered, since SGLang does not report all that end."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,8 @@ class PromptPromotion:
         self._block_bytes = block_bytes
         self._always = always
         self._clock = clock
-        self._visits: dict[str, PromptState] = {}
-        self._explained: dict[str, None] = {}  # requests that were logged, the latest last
+        self._states: dict[str, PromptState] = {}
+        self._explained: dict[str, None] = {}  # requests that were logged
         self._declined: dict[str, None] = {}  # requests whose declined pages were counted
         self._promotes = True
 
@@ -107,7 +111,7 @@ class PromptPromotion:
         keys: Sequence[bytes],
         places: Mapping[str, Sequence[BlockState]],
         needs: Mapping[str, int],
-        asked: Sequence[Awaited] = (),
+        answers: Sequence[Awaited] = (),
     ) -> list[int]:
         """Return the lengths of prefixes of ``keys``, in pages, whose load can begin now.
 
@@ -120,12 +124,13 @@ class PromptPromotion:
             keys: the pages that are not on the device.
             places: locations of each, by pool.
             needs: by pool, how many pages are needed before a cut; 0 for all of them.
-            asked: look-ups in storage that are worth waiting for.
+            answers: look-ups in storage that are worth waiting for.
         """
-        ready, reachable = _ready_cuts(places, needs), _reachable_cuts(places, needs)
-        visit, now_s = self._visits.get(rid), self._clock()
-        may_wait = self._promotes and (visit is None or bool(visit.wait.answers))
-        began_s = visit.began_s if visit else now_s
+        ready = _cuts(places, needs, READY)
+        reachable = _cuts(places, needs, REACHABLE)
+        state, now_s = self._states.get(rid), self._clock()
+        may_wait = self._promotes and (state is None or bool(state.wait.answers))
+        began_s = state.began_s if state else now_s
         decision = decide(
             self._found(prompt, keys, ready, reachable),
             Waited(began_s, may_wait=may_wait),
@@ -137,47 +142,45 @@ class PromptPromotion:
         weighed = reachable if may_wait else ready
         num_weighed = weighed[-1] if weighed else 0
         if isinstance(decision, WaitUntil):
-            end, loads = decision.end, decision.ready
-            num_wanted = self._num_pages(prompt, end)
-            reads = self._promote(keys[:num_wanted], places, needs)
-            is_unknown = asked and any(UNKNOWN in place[:num_wanted] for place in places.values())
-            wait = Wait(decision.until_s, reads, asked if is_unknown else ())
-            self._visits[rid] = PromptState(wait, began_s)
-            while len(self._visits) > MAX_VISITS:
-                self._visits.pop(next(iter(self._visits)))
+            end, load_end = decision.end, decision.ready
+            num_pages = self._num_pages(prompt, end)
+            reads = self._promote(keys[:num_pages], places, needs)
+            is_unknown = any(BlockState.UNKNOWN in place[:num_pages] for place in places.values())
+            wait = Wait(decision.until_s, reads, answers if is_unknown else ())
+            _remember(self._states, rid, PromptState(wait, began_s))
         else:
-            end = loads = decision.end if isinstance(decision, LoadUpTo) else prompt.num_cached
+            end = load_end = decision.end if isinstance(decision, LoadUpTo) else prompt.num_cached
             if decision.given_up is not None:
                 num_weighed = 0
-            if visit is not None and may_wait:
-                visit.wait = Wait(visit.wait.until_s)
-        if not asked:  # otherwise some of them may be in no tier
-            num_wanted = self._num_pages(prompt, end)
-            self._note_declined(rid, num_weighed - num_wanted)
-            if num_wanted < num_weighed:
-                self._probe(keys[num_wanted:num_weighed], places, num_wanted)
-        num_loads = self._num_pages(prompt, loads)
+            if state is not None and may_wait:
+                state.wait = Wait(state.wait.until_s)
+        num_wanted = self._num_pages(prompt, end)
+        if num_wanted < num_weighed and not answers:  # otherwise some of them may be in no tier
+            self._decline(rid, keys[:num_weighed], places, num_wanted)
+        num_loads = self._num_pages(prompt, load_end)
         return list(ready[: bisect_right(ready, num_loads)])
 
     def _num_pages(self, prompt: WaitingPrompt, end: int) -> int:
         """Return how many pages behind those on the device end at token ``end`` or before."""
         return max(0, end - prompt.num_cached) // self._page_size
 
-    def _probe(
-        self, keys: Sequence[bytes], places: Mapping[str, Sequence[BlockState]], first: int
+    def _decline(
+        self,
+        rid: str,
+        keys: Sequence[bytes],
+        places: Mapping[str, Sequence[BlockState]],
+        first: int,
     ) -> None:
-        """Probe the storage of pages that are computed. first: their place in ``places``."""
-        for name, cache in self._caches.items():
-            pairs = zip(keys, places[name][first:], strict=False)
-            cache.probe([key for key, place in pairs if place is BlockState.STORAGE])
+        """Count a request's declined pages, and probe the storage that has them.
 
-    def _note_declined(self, rid: str, num_pages: int) -> None:
-        """Count a request's declined pages once, though it is looked up several times."""
-        if num_pages > 0 and rid not in self._declined:
-            self._declined[rid] = None
-            self._caches[KV].costs.planned(0, num_pages)
-            while len(self._declined) > MAX_VISITS:
-                self._declined.pop(next(iter(self._declined)))
+        They are counted once, though it is looked up several times. first: the first of them.
+        """
+        if rid not in self._declined:
+            _remember(self._declined, rid, None)
+            self._caches[KV].costs.planned(0, len(keys) - first)
+        for name, cache in self._caches.items():
+            pairs = zip(keys[first:], places[name][first:], strict=False)
+            cache.probe([key for key, place in pairs if place is BlockState.STORAGE])
 
     def _tell(self, rid: str) -> Tell | None:
         """Return the logger of a request's decision, which logs once per request."""
@@ -185,9 +188,7 @@ class PromptPromotion:
             return None
 
         def tell(decision: Decision) -> None:
-            self._explained[rid] = None
-            while len(self._explained) > MAX_VISITS:
-                self._explained.pop(next(iter(self._explained)))
+            _remember(self._explained, rid, None)
             logger.debug("prompt request=%s %s", printable(rid), explain(decision))
 
         return tell
@@ -223,69 +224,66 @@ class PromptPromotion:
         reads: list[Awaited] = []
         for name, cache in self._caches.items():
             first = max(0, len(keys) - needs[name]) if needs[name] else 0
-            there = zip(keys[first:], places[name][first:], strict=False)
-            coming = [key for key, place in there if place is not MEMORY]
-            stored = zip(keys[first:], places[name][first:], strict=False)
-            cache.promote([key for key, place in stored if place is BlockState.STORAGE])
-            reads.append(cache.wait_for_reads(coming))
+            pairs = zip(keys[first:], places[name][first:], strict=False)
+            missing = [(key, place) for key, place in pairs if place is not BlockState.MEMORY]
+            cache.promote([key for key, place in missing if place is BlockState.STORAGE])
+            reads.append(cache.wait_for_reads([key for key, _ in missing]))
         return reads
 
     # -- waits -------------------------------------------------------------------------------------
 
     def wait(self, rid: str) -> WaitState:
         """Return what a request waits for on this rank, and note the end of its wait."""
-        visit = self._visits.get(rid)
-        if visit is None:
+        state = self._states.get(rid)
+        if state is None:
             return WaitState.OVER
         now_s = self._clock()
-        state = visit.wait.state(now_s)
-        if state is WaitState.OVER and visit.over_s is None:
-            visit.over_s = now_s
-        return state
+        wait_state = state.wait.state(now_s)
+        if wait_state is WaitState.OVER and state.over_s is None:
+            state.over_s = now_s
+        return wait_state
 
     def waited_s(self, rid: str) -> float:
         """Return how long a request has waited for its promotion."""
-        visit = self._visits.get(rid)
-        if visit is None:
+        state = self._states.get(rid)
+        if state is None:
             return 0.0
-        return (self._clock() if visit.over_s is None else visit.over_s) - visit.began_s
+        return (self._clock() if state.over_s is None else state.over_s) - state.began_s
 
     def keep_only(self, rids: Collection[str]) -> None:
         """Forget all requests but these."""
-        for rid in [rid for rid in self._visits if rid not in rids]:
-            del self._visits[rid]
+        for rid in [rid for rid in self._states if rid not in rids]:
+            del self._states[rid]
 
     def forget(self) -> None:
         """Forget all requests."""
-        self._visits.clear()
+        self._states.clear()
 
 
-def _ready_cuts(
-    places: Mapping[str, Sequence[BlockState]], needs: Mapping[str, int]
+def _remember(table: dict[str, T], rid: str, value: T) -> None:
+    """Add a request to a table, and forget the oldest beyond ``MAX_REQUESTS``."""
+    table[rid] = value
+    while len(table) > MAX_REQUESTS:
+        del table[next(iter(table))]
+
+
+def _cuts(
+    places: Mapping[str, Sequence[BlockState]],
+    needs: Mapping[str, int],
+    states: Sequence[BlockState],
 ) -> Sequence[int]:
-    """Return the lengths of prefixes, ascending, whose pages are in memory in every pool."""
+    """Return the lengths of prefixes, ascending, whose pages are in one of ``states`` in each pool.
+
+    A range if KV is the only pool.
+    """
     kv = places[KV]
-    num_pages = next((at for at, place in enumerate(kv) if place is not MEMORY), len(kv))
-    sides = {name: [place is MEMORY for place in places[name]] for name in needs if name != KV}
-    return _common_cuts(num_pages, sides, needs)
-
-
-def _reachable_cuts(
-    places: Mapping[str, Sequence[BlockState]], needs: Mapping[str, int]
-) -> Sequence[int]:
-    """Return ``_ready_cuts`` as they will be if all pages arrive in memory that may."""
-    kv = places[KV]
-    num_pages = kv.index(NOWHERE) if NOWHERE in kv else len(kv)
-    sides = {name: [place is not NOWHERE for place in places[name]] for name in needs if name != KV}
-    return _common_cuts(num_pages, sides, needs)
-
-
-def _common_cuts(
-    num_pages: int, sides: Mapping[str, Sequence[bool]], needs: Mapping[str, int]
-) -> Sequence[int]:
-    """Return the cuts that all pools have in common; a range if KV is the only pool."""
-    pools = {name: SidePool(are_there, needs[name]) for name, are_there in sides.items()}
-    return common_hits((KV, num_pages), pools).cuts
+    num_pages = next((at for at, place in enumerate(kv) if place not in states), len(kv))
+    sides = {
+        name: side_cuts([place in states for place in places[name]], num_last, num_pages)
+        for name, num_last in needs.items()
+        if name != KV
+    }
+    return common_cuts(num_pages, sides)
 
 
 def _ends(cuts: Sequence[int], first: int, page_size: int) -> Sequence[int]:

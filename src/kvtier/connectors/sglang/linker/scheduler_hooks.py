@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtier.connectors.sglang.shared.hooks import Hooks
 from kvtier.connectors.sglang.shared.prompt_reporting import keys_up_to
 from kvtier.plan.decide import WaitState
 
@@ -31,6 +33,17 @@ REST_S = 2e-4
 """Sleep in a step in which all requests wait: SGLang's busy loop would slow the reading threads."""
 
 
+class GatePhase(Enum):
+    """State of a request near the head of the queue, which is the same on all ranks."""
+
+    LOOKED_UP = auto()
+    """Its prompt was looked up; it may wait for promotions."""
+    ANSWERS = auto()
+    """It waits for look-ups in storage on some rank, and is then looked up again."""
+    PASSED = auto()
+    """It waits no more."""
+
+
 class QueueGate:
     """Holds back waiting requests, on the thread of one scheduler.
 
@@ -40,9 +53,7 @@ class QueueGate:
 
     def __init__(self, promotion: PromptPromotion) -> None:
         self._promotion = promotion
-        self._looked_up: set[str] = set()
-        self._asking: set[str] = set()  # requests that wait for look-ups in storage on some rank
-        self._passed: set[str] = set()
+        self._phases: dict[str, GatePhase] = {}
 
     def choose(self, scheduler: Any, is_idle: bool, choose: Callable[[], Any]) -> Any:
         """Return SGLang's choice of requests to compute, without waiting ones.
@@ -67,26 +78,28 @@ class QueueGate:
 
     def _held(self, scheduler: Any) -> set[str]:
         queue, cache = scheduler.waiting_queue, scheduler.tree_cache
-        if not queue:
-            self._looked_up.clear()
-            self._asking.clear()
-            self._passed.clear()
-            self._promotion.forget()
+        asked = [
+            req for req in queue[:NUM_AHEAD] if self._phases.get(req.rid) is not GatePhase.PASSED
+        ]
+        if queue and not asked:
             return set()
-        asked = [req for req in queue[:NUM_AHEAD] if req.rid not in self._passed]
-        if not asked:
-            return set()
-        waits = torch.tensor([self._wait(req, cache) for req in asked], dtype=torch.int)
-        cache._all_reduce_attn_groups(waits, torch.distributed.ReduceOp.MAX)
-        pairs = zip(asked, waits.tolist(), strict=True)
-        held = {req.rid for req, wait in pairs if self._is_held(req.rid, wait)}
-        self._passed.update(req.rid for req in asked if req.rid not in held)
-        there = {req.rid for req in queue}
-        self._passed &= there
-        self._looked_up &= there
-        self._asking &= there
-        self._promotion.keep_only(there)
+        held: set[str] = set()
+        if asked:
+            waits = torch.tensor([self._wait(req, cache) for req in asked], dtype=torch.int)
+            cache._all_reduce_attn_groups(waits, torch.distributed.ReduceOp.MAX)
+            pairs = zip(asked, waits.tolist(), strict=True)
+            held = {req.rid for req, wait in pairs if self._is_held(req.rid, wait)}
+        queued = {req.rid for req in queue}
+        self._phases = {rid: phase for rid, phase in self._phases.items() if rid in queued}
+        self._promotion.keep_only(queued)
         return held
+
+    def _wait(self, req: Any, cache: Any) -> WaitState:
+        if req.rid not in self._phases:  # the same on all ranks, since look-ups are reduced
+            self._phases[req.rid] = GatePhase.LOOKED_UP
+            with self._promotion.ahead():
+                req.init_next_round_input(cache, cow_mamba=False)  # looks it up
+        return self._promotion.wait(req.rid)
 
     def _is_held(self, rid: str, wait: int) -> bool:
         """Whether to hold a request back. When all look-ups are answered, it is looked up again.
@@ -94,30 +107,22 @@ class QueueGate:
         wait: the greatest ``WaitState`` of all ranks.
         """
         if wait == WaitState.ANSWERS:
-            self._asking.add(rid)
-        elif rid in self._asking:
-            self._asking.discard(rid)
-            self._looked_up.discard(rid)
+            self._phases[rid] = GatePhase.ANSWERS
+        elif self._phases[rid] is GatePhase.ANSWERS:
+            del self._phases[rid]
             return True
-        return wait != WaitState.OVER
-
-    def _wait(self, req: Any, cache: Any) -> WaitState:
-        if req.rid not in self._looked_up:  # the same on all ranks, since look-ups are reduced
-            self._looked_up.add(req.rid)
-            with self._promotion.ahead():
-                req.init_next_round_input(cache, cow_mamba=False)  # looks it up
-        return self._promotion.wait(req.rid)
+        elif wait == WaitState.OVER:
+            self._phases[rid] = GatePhase.PASSED
+            return False
+        return True
 
 
-def hooks() -> dict[str, Callable[..., Any]]:
-    """Return hooks around SGLang functions, by full name.
-
-    Each hook gets the original function first.
-    """
+def hooks() -> Hooks:
+    """Return the hooks around SGLang functions."""
     return {f"{SCHEDULER}.get_new_batch_prefill": _choose, **reporting_hooks()}
 
 
-def reporting_hooks() -> dict[str, Callable[..., Any]]:
+def reporting_hooks() -> Hooks:
     """Return those of the hooks that report prompts."""
     return {f"{WRAPPER}.match": _match, f"{WRAPPER}._offload_node": _offload_node}
 

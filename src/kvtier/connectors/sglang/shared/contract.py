@@ -42,10 +42,8 @@ CALLED: Mapping[str, Mapping[str, Takes]] = {
 }
 BUILT: Mapping[str, tuple[str, ...]] = {
     "PoolTransferResult": ("kv_hit_pages", "extra_pool_hit_pages"),
-    "StorageMetrics": (
-        "prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth",
-    ),
-}  # fmt: skip
+    "StorageMetrics": (),
+}
 READ: Mapping[str, tuple[str, ...]] = {
     "HiCacheStorageConfig": (
         "tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size",
@@ -71,6 +69,9 @@ READ: Mapping[str, tuple[str, ...]] = {
         "update_weights_from_tensor", "update_weights_from_ipc", "release_memory_occupation",
     ),
     "Scheduler": ("run_batch", "process_batch_result", "flush_cache"),
+    "StorageMetrics": (
+        "prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth",
+    ),
     "ScheduleBatch": ("forward_mode", "prefix_lens", "extend_lens", "reqs"),
     "Req": ("extra_key", "input_embeds", "origin_input_ids", "output_ids", "rid"),
     "HookType": ("AROUND", "REPLACE"),

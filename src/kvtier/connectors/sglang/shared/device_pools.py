@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from kvtier.connectors.common.paged_pool import PagedPool, PoolShare
+from kvtier.connectors.sglang.shared.ranks import KV, SWA
 from kvtier.core.errors import ConfigError
 
-KV, SWA = "kv", "swa"
-"""SGLang's names of pools."""
 LATENTS = ("MLATokenToKVPool", "NPUMLATokenToKVPool")
 PLAIN = ("MHATokenToKVPool", "NPUMHATokenToKVPool", *LATENTS)
 """Classes that consist of buffers with one row per token, or per page."""

@@ -10,7 +10,10 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 Hooks = Mapping[str, Callable[..., Any]]
-"""Wrappers or replacements, by the full name of the SGLang function."""
+"""Wrappers or replacements, by the full name of the SGLang function.
+
+A wrapper gets the original function first.
+"""
 
 
 def tell_missing(hooks: Hooks, loss: str) -> None:

@@ -11,103 +11,37 @@ import json
 import os
 import struct
 from binascii import unhexlify
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from blake3 import blake3
 
-from kvtier.connectors.common.weights import Source
+from kvtier.connectors.common.weights import MODEL_FILES, Source
+from kvtier.connectors.sglang.shared.ranks import RankConfig, is_replicated
 from kvtier.core.keys import Namespace
 
-FROM_FILES = frozenset(
-    {
-        "auto",
-        "bitsandbytes",
-        "fastsafetensors",
-        "gguf",
-        "instanttensor",
-        "layered",
-        "mistral",
-        "npcache",
-        "pt",
-        "runai_streamer",
-        "safetensors",
-        "sharded_state",
-    }
-)
+FROM_FILES = MODEL_FILES | {"layered"}
 """SGLang load formats that read only the model's own files."""
 MODEL_TRAITS = (
-    "context_length",
-    "dtype",
-    "json_model_override_args",
-    "kv_cache_dtype",
-    "load_format",
-    "model_impl",
-    "model_loader_extra_config",
-    "quantization",
-    "quantization_param_path",
-    "speculative_algorithm",
-    "speculative_draft_model_quantization",
-    "torchao_config",
-)
+    "context_length", "dtype", "json_model_override_args", "kv_cache_dtype", "load_format",
+    "model_impl", "model_loader_extra_config", "quantization", "quantization_param_path",
+    "speculative_algorithm", "speculative_draft_model_quantization", "torchao_config",
+)  # fmt: skip
 """SGLang options that change the bytes of KV and are neither in the model's files nor visible in a
 pool. An option that a version lacks is None for all processes of that version."""
 POOL_FACTS = (
-    "dtype",
-    "end_layer",
-    "head_dim",
-    "head_num",
-    "kv_cache_dim",
-    "layer_num",
-    "layout",
-    "page_size",
-    "start_layer",
-    "storage_format_tag",
-    "target_layer_num",
-    "v_head_dim",
-)
+    "dtype", "end_layer", "head_dim", "head_num", "kv_cache_dim", "layer_num", "layout",
+    "page_size", "start_layer", "storage_format_tag", "target_layer_num", "v_head_dim",
+)  # fmt: skip
 RANK_FACTS = (
-    "attn_cp_rank",
-    "attn_cp_size",
-    "dcp_rank",
-    "dcp_size",
-    "is_mla_model",
-    "pp_rank",
-    "pp_size",
-    "should_split_heads",
-    "tp_lcm_size",
-    "tp_size",
-)
+    "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size", "is_mla_model", "pp_rank", "pp_size",
+    "should_split_heads", "tp_lcm_size", "tp_size",
+)  # fmt: skip
 
 TENSOR_FACTS = ("head_num", "should_split_heads", "tp_lcm_size", "tp_size")
 """Those of both that differ between tensor parallel sizes."""
 
 KEY_BYTES = 32
-SHARDED_STATE = "mamba"
-"""Name of the pool that is split over ranks even if KV is not."""
-
-
-class StorageConfig(Protocol):
-    """The part of SGLang's ``HiCacheStorageConfig`` that kvtier uses."""
-
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    attn_cp_rank: int
-    attn_cp_size: int
-    is_mla_model: bool
-    model_name: str | None
-    extra_config: Mapping[str, object] | None
-
-
-def is_replicated(config: StorageConfig, name: str) -> bool:
-    """Whether all ranks of a tensor-parallel group have the same bytes in a pool.
-
-    If so, the first rank stores them for all.
-    """
-    return config.is_mla_model and name != SHARDED_STATE
 
 
 def engine_digest(weights: str, version: str, options: object, salt: str, code: str = "") -> bytes:
@@ -132,7 +66,7 @@ def engine_digest(weights: str, version: str, options: object, salt: str, code: 
 
 
 def pool_facts(
-    config: StorageConfig,
+    config: RankConfig,
     name: str,
     pool: object,
     sizes: Sequence[object],
@@ -162,7 +96,7 @@ def pool_facts(
     return json.dumps(facts, sort_keys=True).encode()
 
 
-def sources(options: object, config: StorageConfig) -> Sequence[Source]:
+def sources(options: object, config: RankConfig) -> Sequence[Source]:
     """Return the sources of SGLang's weights, draft models included.
 
     options: SGLang's ``ServerArgs``; None if unknown: the model's name is then the only source.
@@ -202,21 +136,3 @@ def _page_key(key: str) -> bytes:
         with suppress(ValueError):
             return unhexlify(key)
     return blake3(key.encode()).digest()
-
-
-def folder_of(config: StorageConfig, name: str, replica: int = 0) -> str:
-    """Return the name of a slab's folder.
-
-    Replicas, pools, and ranks with pages of their own have one each. replica: number of the engine
-    among independent replicas; ``config.dp_rank`` of data-parallel attention is separate from it.
-    """
-    tp_rank = 0 if is_replicated(config, name) else config.tp_rank
-    parts = [
-        ("replica", replica, replica + 1),
-        ("dp", dp_rank := getattr(config, "dp_rank", 0), dp_rank + 1),
-        ("pp", config.pp_rank, config.pp_size),
-        ("cp", config.attn_cp_rank, config.attn_cp_size),
-        ("tp", tp_rank, config.tp_size),
-    ]
-    place = "-".join(f"{part}{rank}" for part, rank, size in parts if size > 1) or "rank0"
-    return f"{place}-{name}"

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvtier.connectors.sglang.shared.hooks import Hooks
+
 LOSS = "weights that are replaced while it serves would leave old KV behind: restart it instead"
 """Consequence, for the log, if the hooks could not be installed."""
 MODULE = "sglang.srt.managers.scheduler_components.weight_updater"
@@ -35,21 +37,12 @@ class WeightsWatch:
     """Notifies listeners of new weights, on the scheduler's thread."""
 
     def __init__(self) -> None:
-        self._keepers: list[WeightsListener] = []
+        self.listeners: list[WeightsListener] = []
         self._num_under_way = 0
         self._is_pool_old = False
 
-    def listen(self, keeper: WeightsListener) -> None:
-        self._keepers.append(keeper)
-
-    def leave(self, keeper: WeightsListener) -> None:
-        self._keepers.remove(keeper)
-
-    def hooks(self) -> dict[str, Callable[..., Any]]:
-        """Return hooks around SGLang functions, by full name.
-
-        Each hook gets the original function first.
-        """
+    def hooks(self) -> Hooks:
+        """Return the hooks around SGLang functions."""
         updates = [*(f"update_weights_from_{way}" for way in WAYS), *_session_calls()]
         return {
             **{f"{UPDATER}.{name}": self._update for name in updates},
@@ -84,12 +77,12 @@ class WeightsWatch:
         return is_flushed
 
     def _forget(self) -> None:
-        for keeper in self._keepers:
-            keeper.before_new_weights()
+        for listener in self.listeners:
+            listener.before_new_weights()
 
     def _go_on(self) -> None:
-        for keeper in self._keepers:
-            keeper.after_new_weights()
+        for listener in self.listeners:
+            listener.after_new_weights()
 
 
 def _session_calls() -> list[str]:

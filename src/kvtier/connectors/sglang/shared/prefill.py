@@ -7,12 +7,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from kvtier.connectors.sglang.shared.hooks import Hooks
 from kvtier.plan.steps import Observe, StepClock
 
 LOSS = "what prefill takes is not known, all KV that is found is loaded, and nothing is recorded"
 """Consequence, for the log, if the hooks could not be installed."""
-Ended = Callable[[Any], None]
-"""Called with each SGLang ``Req`` that was computed and has finished. Must not raise."""
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 MAX_STEPS = 16
 """Most steps in progress; SGLang has dropped older ones."""
@@ -26,39 +25,21 @@ class PrefillWatch:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._listeners: list[Observe] = []
-        self._ended: list[Ended] = []
+        self.step_listeners: list[Observe] = []
+        self.end_listeners: list[Callable[[Any], None]] = []
+        """Called with each SGLang ``Req`` that was computed and has finished. Must not raise."""
         self._steps = StepClock(self._tell)
         self._begun: OrderedDict[int, int] = OrderedDict()  # steps by the id of their result
 
-    def listen(self, observe: Observe) -> None:
-        """Add a listener of steps, called on the scheduler's thread."""
-        self._listeners.append(observe)
-
-    def leave(self, observe: Observe) -> None:
-        """Remove a listener of steps."""
-        self._listeners.remove(observe)
-
-    def listen_to_ends(self, ended: Ended) -> None:
-        """Add a listener of finished requests, called on the scheduler's thread."""
-        self._ended.append(ended)
-
-    def leave_ends(self, ended: Ended) -> None:
-        """Remove a listener of finished requests."""
-        self._ended.remove(ended)
-
-    def hooks(self) -> dict[str, Callable[..., Any]]:
-        """Return hooks around SGLang functions, by full name.
-
-        Each hook gets the original function first.
-        """
+    def hooks(self) -> Hooks:
+        """Return the hooks around SGLang functions."""
         return {
             f"{SCHEDULER}.run_batch": self._run_batch,
             f"{SCHEDULER}.process_batch_result": self._process_batch_result,
         }
 
     def _run_batch(self, run: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
-        if not self._listeners or not batch.forward_mode.is_extend():
+        if not self.step_listeners or not batch.forward_mode.is_extend():
             return run(scheduler, batch, *rest)
         pieces = list(zip(batch.prefix_lens or (), batch.extend_lens or (), strict=False))
         step = self._steps.begin(self._clock(), pieces)
@@ -72,19 +53,19 @@ class PrefillWatch:
     def _process_batch_result(
         self, process: Callable[..., Any], scheduler: Any, batch: Any, result: Any
     ) -> Any:
-        going = [req for req in batch.reqs if not req.finished()] if self._ended else ()
+        going = [req for req in batch.reqs if not req.finished()] if self.end_listeners else ()
         done = process(scheduler, batch, result)
         for req in going:
             if req.finished():
-                for ended in self._ended:
+                for ended in self.end_listeners:
                     ended(req)
-        if self._listeners:
+        if self.step_listeners:
             # Steps without a number count, too: the next step can't have begun earlier.
             self._steps.end(self._begun.pop(id(result), 0), self._clock())
         return done
 
     def _tell(self, num_before: int, num_tokens: int, seconds: float) -> None:
-        for observe in self._listeners:
+        for observe in self.step_listeners:
             observe(num_before, num_tokens, seconds)
 
 

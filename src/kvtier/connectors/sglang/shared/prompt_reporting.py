@@ -5,25 +5,33 @@ its tree, which has them already. Requests are noticed in:
 
     linker    the tree's look-ups, also those of prompts that are fully on the device (hooks in
               ``scheduler_hooks.py``)
-    storage   ``prefetch_from_storage``, which is called for every request that joins the queue
-              (``prefetches.py``)
+    storage   ``prefetch_from_storage``, which is called for every request that joins the queue. The
+              scheduler's thread only notes it. The storage's own threads compute the keys of its
+              pages and report them, before they store pages that could evict others
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from kvtier.cache.block_cache import BlockCache
 from kvtier.connectors.common.settings import StoreSettings
+from kvtier.connectors.sglang.shared.contract import TELLING
 from kvtier.connectors.sglang.shared.hooks import Hooks, missing
 from kvtier.connectors.sglang.shared.identity import page_keys
 from kvtier.index.policies.replayed import LRU
 
 logger = logging.getLogger(__name__)
+
+TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+MAX_NOTED = 4096
+"""Most requests remembered: those reported lately, and those not reported yet."""
 
 
 def policy_of(
@@ -145,3 +153,101 @@ def _quietly() -> Iterator[None]:
         yield
     except Exception:
         logger.exception("kvtier: a request was not reported to the eviction policy")
+
+
+# -- the storage back end --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """A request that joined the queue.
+
+    Attributes:
+        before: keys of the prompt's pages that SGLang has cached.
+        rest: the prompt's tokens behind these, as SGLang's ``RadixKey``.
+        last: key of the last cached page; None if there is none.
+    """
+
+    before: Sequence[str]
+    rest: Any
+    last: str | None
+
+    def keys(self, page_size: int) -> list[bytes]:
+        """Return the keys of all whole pages of the prompt, from its beginning."""
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        rest = self.rest.page_aligned(page_size)
+        behind = get_storage_hash_str(rest, self.last, page_size=page_size) if len(rest) else []
+        return page_keys([*self.before, *behind])
+
+
+class PrefetchWatch:
+    """Reports requests that join the queue, on the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[QueuedRequest], object]] = []
+        """Called once per request. They must neither raise nor wait."""
+        self._known: OrderedDict[str, int] = OrderedDict()  # requests: tokens of each
+
+    def hooks(self) -> Hooks:
+        """Return the hooks around SGLang functions."""
+        return {f"{TREE}.prefetch_from_storage": self._prefetch}
+
+    def _prefetch(
+        self,
+        prefetch: Callable[..., Any],
+        tree: Any,
+        request: Any,
+        node: Any,
+        tokens: Sequence[int],
+        last_hash: str | None = None,
+        prefix_keys: Sequence[str] | None = None,
+        **more: Any,
+    ) -> Any:
+        if self.listeners:
+            try:
+                self._note(tree, request, node, tokens, prefix_keys, **more)
+            except Exception:
+                logger.exception("kvtier: a request was not reported to the eviction policy")
+        return prefetch(tree, request, node, tokens, last_hash, prefix_keys, **more)
+
+    def _note(
+        self,
+        tree: Any,
+        request: Any,
+        node: Any,
+        tokens: Sequence[int],
+        prefix_keys: Sequence[str] | None,
+        *,
+        matched_prefix_tokens: Sequence[int] | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        **_: Any,
+    ) -> None:
+        num_before = len(matched_prefix_tokens or ())
+        num_tokens = num_before + len(tokens)
+        if request.attempt_id or self._known.get(request.rid) == num_tokens:
+            return  # a repeated call for the same request
+        before = keys_up_to(tree, node, prefix_keys) if num_before else ()
+        if len(before) != num_before // tree.page_size:
+            return  # some cached pages are not hashed yet
+        self._known[request.rid] = num_tokens
+        self._known.move_to_end(request.rid)
+        while len(self._known) > MAX_NOTED:
+            self._known.popitem(last=False)
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        is_bigram = tree.tree_core.is_eagle
+        rest = RadixKey(tokens, extra_key, is_bigram=is_bigram, cache_salt=cache_salt)
+        joined = QueuedRequest(before, rest, before[-1] if before else None)
+        for listener in self.listeners:
+            listener(joined)
+
+
+PREFETCHES = PrefetchWatch()
+"""The instance of this process: a scheduler has one tree."""
+
+
+def prefetch_hooks() -> Hooks:
+    """Return the hooks that report requests to a storage back end; none for an unknown SGLang."""
+    return {} if TELLING.differences() else PREFETCHES.hooks()

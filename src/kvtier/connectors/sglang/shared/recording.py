@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
 
     from kvtier.connectors.common.settings import ConnectorSettings
-    from kvtier.connectors.sglang.shared.identity import StorageConfig
+    from kvtier.connectors.sglang.shared.ranks import RankConfig
     from kvtier.observe.recording import Recorder
 
 logger = logging.getLogger(__name__)
@@ -25,16 +25,34 @@ HEALTH_CHECK = "HEALTH_CHECK"
 
 
 class Recording:
-    """Records finished requests, on the scheduler's thread, until it is closed."""
+    """Records finished requests, on the scheduler's thread, until it is closed.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        WATCH.listen_to_ends(self._ended)
+    It records nothing unless the settings enable it, on other ranks than the first, or if the file
+    can't be written.
+
+    Args:
+        settings: the connector's settings.
+        config: this rank. With data-parallel attention, each ``dp_rank`` records its own requests.
+        page_size: tokens per page.
+        replica: number of the engine among independent replicas.
+    """
+
+    def __init__(
+        self, settings: ConnectorSettings, config: RankConfig, page_size: int, replica: int
+    ) -> None:
+        self._recorder: Recorder | None = None
+        if not (config.tp_rank or config.pp_rank or config.attn_cp_rank):
+            parts = (("replica", replica), ("dp", getattr(config, "dp_rank", 0)))
+            which = "-".join(f"{name}{rank}" for name, rank in parts if rank)
+            self._recorder = open_recorder(settings, record_tokens(page_size), _count, which)
+        if self._recorder is not None:
+            WATCH.end_listeners.append(self._ended)
 
     def _ended(self, req: Any) -> None:
         # The tokens of a request with embeddings are placeholders.
         if str(req.rid).startswith(HEALTH_CHECK) or req.input_embeds is not None:
             return
+        assert self._recorder is not None
         try:
             self._recorder.offer(
                 _arrival(req), req.origin_input_ids, len(req.output_ids), _tenant(req)
@@ -43,30 +61,11 @@ class Recording:
             logger.exception("kvtier: a request was not recorded")
 
     def close(self) -> None:
-        """Write the requests recorded so far, and end."""
-        WATCH.leave_ends(self._ended)
-        self._recorder.close()
-
-
-def open_recording(
-    settings: ConnectorSettings, config: StorageConfig, page_size: int, replica: int
-) -> Recording | None:
-    """Open a recording on the rank that records, if the settings enable it.
-
-    Returns None on other ranks, or if the file can't be written.
-
-    Args:
-        settings: the connector's settings.
-        config: this rank. With data-parallel attention, each ``dp_rank`` records its own requests.
-        page_size: tokens per page.
-        replica: number of the engine among independent replicas.
-    """
-    if not settings.record or config.tp_rank or config.pp_rank or config.attn_cp_rank:
-        return None
-    parts = (("replica", replica), ("dp", getattr(config, "dp_rank", 0)))
-    which = "-".join(f"{name}{rank}" for name, rank in parts if rank)
-    recorder = open_recorder(settings, record_tokens(page_size), _count, which)
-    return None if recorder is None else Recording(recorder)
+        """Write the requests recorded so far, and end. Safe to call twice."""
+        if self._recorder is not None:
+            WATCH.end_listeners.remove(self._ended)
+            self._recorder.close()
+            self._recorder = None
 
 
 def _arrival(req: Any) -> float:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvtier.connectors.sglang.shared.device_pools import DevicePool
-from kvtier.connectors.sglang.shared.identity import StorageConfig
 from kvtier.connectors.sglang.shared.pages import HostPool, Pages
+from kvtier.connectors.sglang.shared.ranks import RankConfig
 from kvtier.core.errors import ConfigError, LayoutError
 from kvtier.layout import Division
 from kvtier.tiers.wrappers import Shards
@@ -77,7 +77,7 @@ def num_kv_heads(options: object, has_latents: bool) -> int:
     return num_heads
 
 
-def _divide(storage_shards: int, num_heads: int, config: StorageConfig, own: int) -> Division:
+def _divide(storage_shards: int, num_heads: int, config: RankConfig, own: int) -> Division:
     """Return the division of an engine. own: KV heads in this rank's pool."""
     if own != max(1, num_heads // config.tp_size):
         raise ConfigError(
@@ -97,7 +97,7 @@ def refuse_several(names: Sequence[str]) -> None:
 
 
 def host_shards(
-    storage_shards: int, num_heads: int, config: StorageConfig, pool: HostPool, pages: Pages
+    storage_shards: int, num_heads: int, config: RankConfig, pool: HostPool, pages: Pages
 ) -> Shards:
     """Return the shards that a rank has of the pages of one of SGLang's host pools.
 
@@ -151,7 +151,7 @@ def _heads_of(pool: Any) -> int:
 
 
 def device_shards(
-    storage_shards: int, num_heads: int, config: StorageConfig, pool: DevicePool, slot_bytes: int
+    storage_shards: int, num_heads: int, config: RankConfig, pool: DevicePool, slot_bytes: int
 ) -> Shards:
     """Return the shards that a rank has of the pages of one of SGLang's device pools.
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from kvtier.connectors.common.settings import StoreSettings
-from kvtier.connectors.sglang.shared.identity import StorageConfig
+from kvtier.connectors.sglang.shared.ranks import RankConfig
+from kvtier.connectors.sglang.shared.settings import LinkerSettings
 from kvtier.core.errors import ConfigError
 
 
-def refuse(config: StorageConfig, options: object, settings: StoreSettings) -> None:
+def refuse(config: RankConfig, options: object, settings: StoreSettings) -> None:
     """Raise ``ConfigError`` for an engine whose pages can't be kept.
 
     options: SGLang's ``ServerArgs``, or None.
     """
     if getattr(config, "dcp_size", 1) > 1:
         raise ConfigError(
-            f"decode context parallelism of {config.dcp_size}: pages are cut over its ranks, and "  # type: ignore[attr-defined]
+            f"decode context parallelism of {config.dcp_size}: pages are cut over its ranks, and "
             "SGLang takes no plug-in for them; leave --dcp-size at 1, or use its file back end"
+        )
+    if isinstance(settings, LinkerSettings) and config.pp_size > 1:
+        raise ConfigError(
+            f"pipeline parallelism of {config.pp_size}: each stage looks KV up for itself, and "
+            "SGLang does not bring them to one answer; leave --pp-size at 1, or use the storage "
+            "back end"
         )
     num_machines = getattr(options, "nnodes", 1) or 1
     if config.is_mla_model and num_machines > 1 and settings.disk_path:
@@ -49,13 +56,3 @@ def _takes_media(options: object) -> bool:
 
     model = ModelConfig.from_server_args(options)
     return bool(model.is_multimodal or model.is_audio_model)
-
-
-def refuse_linked(config: StorageConfig) -> None:
-    """Raise ``ConfigError`` for an engine whose device pools can't be linked."""
-    if config.pp_size > 1:
-        raise ConfigError(
-            f"pipeline parallelism of {config.pp_size}: each stage looks KV up for itself, and "
-            "SGLang does not bring them to one answer; leave --pp-size at 1, or use the storage "
-            "back end"
-        )

@@ -8,17 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.connectors.common.plugins import plugin_modules
-from kvtier.connectors.common.weights import Source
+from kvtier.connectors.common.weights import MODEL_FILES, Source
 from kvtier.connectors.vllm.shared.names import VllmNames
 from kvtier.identity import UnknownCodeError, code_digest, process_start_ns
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-FROM_FILES = frozenset({
-    "auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache",
-    "pt", "runai_streamer", "safetensors", "sharded_state",
-})  # fmt: skip
+FROM_FILES = MODEL_FILES | {"hf"}
 """Load formats of vLLM's that read the model's own files, and nothing else."""
 MODEL_TRAITS = (
     "disable_sliding_window", "dtype", "mm_processor_kwargs", "model_class_overrides", "model_impl",
