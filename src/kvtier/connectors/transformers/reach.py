@@ -49,41 +49,19 @@ DROPOUT = torch.nn.modules.dropout._DropoutNd
 MAX_OBJECTS = 500_000
 """Objects of one model. A model that reaches more reaches what is not its own."""
 
-UNTOLD = frozenset(
-    {
-        "_hf_peft_config_loaded",
-        "_is_hf_initialized",
-        "_output_capturing_hooks_installed",
-        "_name_or_path",
-        "_original_object_hash",
-        "generation_config",
-        "name_or_path",
-        "peft_config",
-        "transformers_version",
-        "use_cache",
-        "warnings_issued",
-    }
-)
+UNTOLD = frozenset({
+    "_hf_peft_config_loaded", "_is_hf_initialized", "_output_capturing_hooks_installed",
+    "_name_or_path", "_original_object_hash", "generation_config", "name_or_path", "peft_config",
+    "transformers_version", "use_cache", "warnings_issued",
+})  # fmt: skip
 """Attributes of models and configurations that change no KV, and may differ in each process."""
 MODULE_PARTS = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes of every module: its tensors, its modules and its hooks."""
-CLASS_PARTS = frozenset(
-    {
-        "__abstractmethods__",
-        "__annotations__",
-        "__dataclass_fields__",
-        "__dataclass_params__",
-        "__dict__",
-        "__doc__",
-        "__module__",
-        "__orig_bases__",
-        "__parameters__",
-        "__signature__",
-        "__slotnames__",
-        "__weakref__",
-        "_abc_impl",
-    }
-)
+CLASS_PARTS = frozenset({
+    "__abstractmethods__", "__annotations__", "__dataclass_fields__", "__dataclass_params__",
+    "__dict__", "__doc__", "__module__", "__orig_bases__", "__parameters__", "__signature__",
+    "__slotnames__", "__weakref__", "_abc_impl",
+})  # fmt: skip
 """Attributes of a class that say nothing about what its functions compute."""
 
 REPLACED_BY_TORCH = frozenset({"___needs_generation_tag_patch", "__init__", "__setstate__"})
@@ -92,21 +70,13 @@ FUNCTION_PARTS = frozenset({"__signature__", "_torchdynamo_wrapper_id"})
 """Attributes of functions that differ in each process, or say nothing."""
 
 COMPUTES_NOTHING = (
-    "torch.nn.modules.module",
-    "transformers.configuration_utils",
-    "transformers.distributed",
-    "transformers.generation",
-    "transformers.integrations.accelerate",
-    "transformers.integrations.deepspeed",
-    "transformers.integrations.fsdp",
-    "transformers.integrations.peft",
-    "transformers.integrations.tensor_parallel",
-    "transformers.loss",
-    "transformers.modeling_outputs",
-    "transformers.modeling_utils",
-    "transformers.models.auto",
-    "transformers.utils",
-)
+    "torch.nn.modules.module", "transformers.configuration_utils", "transformers.distributed",
+    "transformers.generation", "transformers.integrations.accelerate",
+    "transformers.integrations.deepspeed", "transformers.integrations.fsdp",
+    "transformers.integrations.peft", "transformers.integrations.tensor_parallel",
+    "transformers.loss", "transformers.modeling_outputs", "transformers.modeling_utils",
+    "transformers.models.auto", "transformers.utils",
+)  # fmt: skip
 """Python modules around the forward of a model: loading, saving, checks, decoding."""
 FOLLOWED_IN_TORCH = ("torch.nn.modules", "torch.nn.functional")
 LOOKS_UP = frozenset({"__import__", "eval", "exec", "globals", "import_module", "open"})
