@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.devices.base import CopyBatch, Memory
-from kvtier.devices.copies import Copies
-from kvtier.devices.driver import CopyRows
-from kvtier.devices.rectangles import rectangles
+from kvtier.devices.copies import Copies, CopyRows, rectangles
 from kvtier.layout import DType, KVGroup, fragments, full_attention, latent_attention, named_layout
 
 Triple = tuple[int, int, int]

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from kvtier.core.errors import DeviceError  # noqa: E402
-from kvtier.devices import Device, Memory  # noqa: E402
+from kvtier.devices import Device  # noqa: E402
 from kvtier.devices.torch_device import TorchDevice, tensor_memory  # noqa: E402
 from kvtier.layout import DType, full_attention, named_layout  # noqa: E402
-from kvtier.testing import DeviceSuite, MemoryTierSuite  # noqa: E402
+from kvtier.testing import MemoryTierSuite  # noqa: E402
 from kvtier.tiers import DeviceTier, HostTier, MemoryTier  # noqa: E402
+from tests.devices.tensors import TensorSuite  # noqa: E402
 
-Bytes = npt.NDArray[np.uint8]
 GROUP = full_attention(2, 2, 4, DType.BFLOAT16, 2)
 
 
-def _tensor(memory: Memory) -> Any:
-    """The tensor that this memory is of."""
-    assert isinstance(memory.owner, torch.Tensor)
-    return memory.owner
-
-
-class TestTorchCpuDevice(DeviceSuite):
+class TestTorchCpuDevice(TensorSuite):
     def make_device(self) -> Device:
         return TorchDevice("cpu")
-
-    def make_memory(self, nbytes: int) -> Memory:
-        return tensor_memory(torch.zeros(nbytes, dtype=torch.uint8))
-
-    def fill(self, memory: Memory, data: Bytes) -> None:
-        _tensor(memory).copy_(torch.from_numpy(data.copy()))
-
-    def content(self, memory: Memory) -> Bytes:
-        return _tensor(memory).numpy().copy()
-
-    def compute(self, memory: Memory, value: int) -> None:
-        _tensor(memory).fill_(value)
 
 
 class TestDeviceTierOverATensor(MemoryTierSuite):

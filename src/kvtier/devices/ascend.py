@@ -39,8 +39,8 @@ from ctypes import (
 
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import ComputeStream, Handle, torch_compute
-from kvtier.devices.copies import Copies
-from kvtier.devices.driver import CopyRows, Driver
+from kvtier.devices.copies import Copies, CopyRows
+from kvtier.devices.driver import Driver
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.library import Call, DriverError, Library
 
@@ -113,14 +113,18 @@ class AscendAttributes(Structure):
 class AscendDriver(Driver):
     """The NPU ``index`` among those in ``ASCEND_RT_VISIBLE_DEVICES``."""
 
+    FREE_STREAM, SYNCHRONIZE = "aclrtDestroyStream", "aclrtSynchronizeStream"
+    WAIT, FORGET = "aclrtSynchronizeEvent", "aclrtDestroyEvent"
+    FREE, UNLOCK = "aclrtFree", "aclrtHostUnregister"
+
     def __init__(self, index: int) -> None:
         self.name = f"npu:{index}"
         self._index = index
-        self._acl = Library(NAMES, LIBRARY_VARIABLE, CALLS, _meaning)
+        self.library = Library(NAMES, LIBRARY_VARIABLE, CALLS, _meaning)
         if (
-            code := self._acl.function("aclInit")(None)
+            code := self.library.function("aclInit")(None)
         ) != REPEATED_INIT:  # torch_npu has initialised it
-            self._acl.check("aclInit", code)
+            self.library.check("aclInit", code)
         self._thread = threading.local()
         self.use()
         host, device = AscendLocation(0, AT_HOST), AscendLocation(index, AT_DEVICE)
@@ -132,50 +136,38 @@ class AscendDriver(Driver):
 
     def use(self) -> None:
         if not getattr(self._thread, "is_set", False):
-            self._acl.call("aclrtSetDevice", self._index)
+            self.library.call("aclrtSetDevice", self._index)
             self._thread.is_set = True
 
     def describe(self) -> list[Finding]:
-        has_name = self._acl.has("aclrtGetSocName")
-        name = self._acl.text("aclrtGetSocName") if has_name else "Ascend NPU"
-        newest = "CANN 9.1 or newer" if self._acl.has(BATCH_V2) else "CANN before 9.1"
+        has_name = self.library.has("aclrtGetSocName")
+        name = self.library.text("aclrtGetSocName") if has_name else "Ascend NPU"
+        newest = "CANN 9.1 or newer" if self.library.has(BATCH_V2) else "CANN before 9.1"
         return [Finding("accelerator", name, newest)]
 
     # -- streams and events -----------------------------------------------------------------------
 
     def new_stream(self) -> Handle:
-        return self._acl.handle("aclrtCreateStreamWithConfig", PRIORITY, FAST_LAUNCH | FAST_SYNC)
-
-    def free_stream(self, stream: Handle) -> None:
-        self._acl.call("aclrtDestroyStream", stream)
-
-    def synchronize(self, stream: Handle) -> None:
-        self._acl.call("aclrtSynchronizeStream", stream)
+        return self.library.handle("aclrtCreateStreamWithConfig", PRIORITY, FAST_LAUNCH | FAST_SYNC)
 
     def hold_stream(self, stream: Handle, event: Handle) -> None:
-        self._acl.call("aclrtStreamWaitEvent", stream, event)
+        self.library.call("aclrtStreamWaitEvent", stream, event)
 
     def record(self, stream: Handle) -> Handle:
-        event = self._acl.handle("aclrtCreateEventExWithFlag", EVENT_SYNC | EVENT_PROGRESS)
-        self._acl.call("aclrtRecordEvent", event, stream)
+        event = self.library.handle("aclrtCreateEventExWithFlag", EVENT_SYNC | EVENT_PROGRESS)
+        self.library.call("aclrtRecordEvent", event, stream)
         return event
 
     def has_passed(self, event: Handle) -> bool:
         status = c_int()
-        self._acl.call("aclrtQueryEventStatus", event, byref(status))
+        self.library.call("aclrtQueryEventStatus", event, byref(status))
         return status.value == EVENT_COMPLETE
-
-    def wait(self, event: Handle) -> None:
-        self._acl.call("aclrtSynchronizeEvent", event)
-
-    def forget(self, event: Handle) -> None:
-        self._acl.call("aclrtDestroyEvent", event)
 
     # -- copies -----------------------------------------------------------------------------------
 
     @property
     def why_no_batch(self) -> str:
-        if self._acl.has(BATCH) or self._acl.has(BATCH_V2):
+        if self.library.has(BATCH) or self.library.has(BATCH_V2):
             return ""
         return f"this CANN has no {BATCH}; it came with 8.3 as an experiment, and with 8.5"
 
@@ -183,8 +175,8 @@ class AscendDriver(Driver):
         return code == NOT_SUPPORTED
 
     def copy_batch(self, copies: Copies, direction: Direction, stream: Handle) -> None:
-        failed, first = c_size_t(), self._acl.has(BATCH)
-        self._acl.call(
+        failed, first = c_size_t(), self.library.has(BATCH)
+        self.library.call(
             BATCH if first else BATCH_V2,
             copies.dst.ctypes.data,
             copies.size.ctypes.data,  # size of each destination
@@ -199,42 +191,36 @@ class AscendDriver(Driver):
         )
 
     def copy_each(self, copies: Copies, direction: Direction, stream: Handle) -> None:
-        copy, kind = self._acl.function("aclrtMemcpyAsync"), KIND[direction]
+        copy, kind = self.library.function("aclrtMemcpyAsync"), KIND[direction]
         for dst, src, size in zip(
             copies.dst.tolist(), copies.src.tolist(), copies.size.tolist(), strict=True
         ):
             if code := copy(dst, size, src, size, kind, stream):
-                self._acl.check("aclrtMemcpyAsync", code)
+                self.library.check("aclrtMemcpyAsync", code)
 
     def copy_rows(self, rows: CopyRows, direction: Direction, stream: Handle) -> None:
-        copy, kind = self._acl.function("aclrtMemcpy2dAsync"), KIND[direction]
+        copy, kind = self.library.function("aclrtMemcpy2dAsync"), KIND[direction]
         for dst, src, dst_pitch, src_pitch, width, height in rows.each():
             if code := copy(dst, dst_pitch, src, src_pitch, width, height, kind, stream):
-                self._acl.check("aclrtMemcpy2dAsync", code)
+                self.library.check("aclrtMemcpy2dAsync", code)
 
     # -- memory -----------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
-        return self._acl.handle("aclrtMalloc", nbytes, HUGE_PAGES_FIRST)
-
-    def free(self, address: int) -> None:
-        self._acl.call("aclrtFree", address)
+        return self.library.handle("aclrtMalloc", nbytes, HUGE_PAGES_FIRST)
 
     def lock(self, address: int, nbytes: int) -> None:
-        if self._acl.has("aclrtHostRegisterV2"):
+        if self.library.has("aclrtHostRegisterV2"):
             try:
-                self._acl.call("aclrtHostRegisterV2", address, nbytes, REGISTER_V2_PINNED)
+                self.library.call("aclrtHostRegisterV2", address, nbytes, REGISTER_V2_PINNED)
             except DriverError as error:
                 if not self.is_refusal(error.code):
                     raise
             else:
                 return
-        if not self._acl.has("aclrtHostRegister"):
+        if not self.library.has("aclrtHostRegister"):
             raise DriverError("aclrtHostRegister", NOT_SUPPORTED, "this CANN does not have it")
-        self._acl.handle_last("aclrtHostRegister", address, nbytes, REGISTER_MAPPED)
-
-    def unlock(self, address: int) -> None:
-        self._acl.call("aclrtHostUnregister", address)
+        self.library.call("aclrtHostRegister", address, nbytes, REGISTER_MAPPED, byref(c_void_p()))
 
 
 class AscendDevice(DriverDevice):

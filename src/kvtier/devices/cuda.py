@@ -14,12 +14,11 @@ from functools import cached_property
 
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import ComputeStream, Handle, torch_compute
-from kvtier.devices.copies import Copies
-from kvtier.devices.driver import CopyRows, Driver
+from kvtier.devices.copies import Copies, CopyRows
+from kvtier.devices.driver import Driver, pci_numa_node
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.kernel import CopyKernel
-from kvtier.devices.library import Call, DriverError, Library, error_name
-from kvtier.devices.numa import pci_numa_node
+from kvtier.devices.library import Call, DriverError, Library
 
 logger = logging.getLogger(__name__)
 
@@ -134,16 +133,20 @@ class Copy2D(Structure):
 class CudaDriver(Driver):
     """The GPU ``index`` among those in ``CUDA_VISIBLE_DEVICES``."""
 
+    FREE_STREAM, SYNCHRONIZE = "cuStreamDestroy_v2", "cuStreamSynchronize"
+    WAIT, FORGET = "cuEventSynchronize", "cuEventDestroy_v2"
+    FREE, UNLOCK = "cuMemFree_v2", "cuMemHostUnregister"
+
     max_copies = 64
     """A batch starts when all its copies are submitted, about 1 us each: with few, the copy engine
     works while the next ones are submitted, and other threads' calls wait less for the driver."""
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
-        self._cuda = Library(NAMES, LIBRARY_VARIABLE, CALLS, _meaning)
-        self._cuda.call("cuInit", 0)
-        self._device = self._cuda.number("cuDeviceGet", index)
-        self._context = self._cuda.handle(
+        self.library = Library(NAMES, LIBRARY_VARIABLE, CALLS, _meaning)
+        self.library.call("cuInit", 0)
+        self._device = self.library.number("cuDeviceGet", index)
+        self._context = self.library.handle(
             "cuDevicePrimaryCtxRetain", self._device
         )  # shared with torch
         self._why_no_batch = self._find_batch()
@@ -156,71 +159,59 @@ class CudaDriver(Driver):
     def _find_batch(self) -> str:
         """Bind the batch call. Return why it is missing, "" if it is not."""
         version = self._version
-        if self._cuda.has("cuGetProcAddress_v2"):
+        if self.library.has("cuGetProcAddress_v2"):
             found, status = c_void_p(), c_int()
-            code = self._cuda.function("cuGetProcAddress_v2")(
+            code = self.library.function("cuGetProcAddress_v2")(
                 BATCH.name.encode(), byref(found), BATCH_VERSION, 0, byref(status)
             )
             if code == 0 and found.value:
                 kind = ctypes.CFUNCTYPE(BATCH.returns, *BATCH.arguments)
-                self._cuda.bind(BATCH, kind(found.value))
+                self.library.bind(BATCH, kind(found.value))
                 return ""
         return f"the driver is for CUDA {version}, and {BATCH.name} came with {BATCH.since}"
 
     @cached_property
     def _version(self) -> str:
-        number = self._cuda.number("cuDriverGetVersion")
+        number = self.library.number("cuDriverGetVersion")
         return f"{number // 1000}.{number % 1000 // 10}"
 
     def use(self) -> None:
-        self._cuda.call("cuCtxSetCurrent", self._context)
+        self.library.call("cuCtxSetCurrent", self._context)
 
     def describe(self) -> list[Finding]:
         name = ctypes.create_string_buffer(256)
-        self._cuda.call("cuDeviceGetName", name, len(name), self._device)
+        self.library.call("cuDeviceGetName", name, len(name), self._device)
         return [Finding("accelerator", name.value.decode(), f"CUDA {self._version}")]
 
     @cached_property
     def numa_node(self) -> int | None:
         bus_id = ctypes.create_string_buffer(32)
-        self._cuda.call("cuDeviceGetPCIBusId", bus_id, len(bus_id), self._device)
+        self.library.call("cuDeviceGetPCIBusId", bus_id, len(bus_id), self._device)
         return pci_numa_node(bus_id.value.decode())
 
     @property
     def sees_host_addresses(self) -> bool:
         """Whether kernels access page-locked memory at the host's address."""
-        return bool(self._cuda.number("cuDeviceGetAttribute", USE_HOST_POINTER, self._device))
+        return bool(self.library.number("cuDeviceGetAttribute", USE_HOST_POINTER, self._device))
 
     # -- streams and events -----------------------------------------------------------------------
 
     def new_stream(self) -> Handle:
-        return self._cuda.handle("cuStreamCreate", STREAM_NON_BLOCKING)
-
-    def free_stream(self, stream: Handle) -> None:
-        self._cuda.call("cuStreamDestroy_v2", stream)
-
-    def synchronize(self, stream: Handle) -> None:
-        self._cuda.call("cuStreamSynchronize", stream)
+        return self.library.handle("cuStreamCreate", STREAM_NON_BLOCKING)
 
     def hold_stream(self, stream: Handle, event: Handle) -> None:
-        self._cuda.call("cuStreamWaitEvent", stream, event, 0)
+        self.library.call("cuStreamWaitEvent", stream, event, 0)
 
     def record(self, stream: Handle) -> Handle:
-        event = self._cuda.handle("cuEventCreate", EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
-        self._cuda.call("cuEventRecord", event, stream)
+        event = self.library.handle("cuEventCreate", EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
+        self.library.call("cuEventRecord", event, stream)
         return event
 
     def has_passed(self, event: Handle) -> bool:
-        code = self._cuda.function("cuEventQuery")(event)
+        code = self.library.function("cuEventQuery")(event)
         if code != NOT_READY:
-            self._cuda.check("cuEventQuery", code)
+            self.library.check("cuEventQuery", code)
         return code == 0
-
-    def wait(self, event: Handle) -> None:
-        self._cuda.call("cuEventSynchronize", event)
-
-    def forget(self, event: Handle) -> None:
-        self._cuda.call("cuEventDestroy_v2", event)
 
     # -- copies -----------------------------------------------------------------------------------
 
@@ -233,7 +224,7 @@ class CudaDriver(Driver):
 
     def copy_batch(self, copies: Copies, direction: Direction, stream: Handle) -> None:
         failed = c_size_t()
-        self._cuda.call(
+        self.library.call(
             BATCH.name,
             copies.dst.ctypes.data,
             copies.src.ctypes.data,
@@ -248,15 +239,15 @@ class CudaDriver(Driver):
 
     def copy_each(self, copies: Copies, direction: Direction, stream: Handle) -> None:
         name = "cuMemcpyHtoDAsync_v2" if direction is Direction.LOAD else "cuMemcpyDtoHAsync_v2"
-        copy = self._cuda.function(name)
+        copy = self.library.function(name)
         for dst, src, size in zip(
             copies.dst.tolist(), copies.src.tolist(), copies.size.tolist(), strict=True
         ):
             if code := copy(dst, src, size, stream):
-                self._cuda.check(name, code)
+                self.library.check(name, code)
 
     def copy_rows(self, rows: CopyRows, direction: Direction, stream: Handle) -> None:
-        copy, load = self._cuda.function("cuMemcpy2DAsync_v2"), direction is Direction.LOAD
+        copy, load = self.library.function("cuMemcpy2DAsync_v2"), direction is Direction.LOAD
         area = Copy2D(
             src_type=MEMORY_HOST if load else MEMORY_DEVICE,
             dst_type=MEMORY_DEVICE if load else MEMORY_HOST,
@@ -267,18 +258,18 @@ class CudaDriver(Driver):
             else:
                 area.src_device, area.dst_host = src, dst
             if code := copy(byref(area), stream):
-                self._cuda.check("cuMemcpy2DAsync_v2", code)
+                self.library.check("cuMemcpy2DAsync_v2", code)
 
     def load_kernel(self, image: bytes, name: str) -> Handle:
         """Load a program in PTX. Return its kernel ``name``."""
-        module = self._cuda.handle("cuModuleLoadData", image)
-        return self._cuda.handle("cuModuleGetFunction", module, name.encode())
+        module = self.library.handle("cuModuleLoadData", image)
+        return self.library.handle("cuModuleGetFunction", module, name.encode())
 
     def launch(
         self, kernel: Handle, num_blocks: int, num_threads: int, stream: Handle, arguments: object
     ) -> None:
         """Queue a kernel on ``stream``. arguments: array of pointers to the kernel's arguments."""
-        self._cuda.call(
+        self.library.call(
             *("cuLaunchKernel", kernel, num_blocks, 1, 1, num_threads, 1, 1, 0),
             *(stream, arguments, None),
         )
@@ -287,19 +278,13 @@ class CudaDriver(Driver):
 
     def allocate(self, nbytes: int) -> int:
         address = c_uint64()
-        self._cuda.call("cuMemAlloc_v2", byref(address), nbytes)
+        self.library.call("cuMemAlloc_v2", byref(address), nbytes)
         return address.value
 
-    def free(self, address: int) -> None:
-        self._cuda.call("cuMemFree_v2", address)
-
     def lock(self, address: int, nbytes: int) -> None:
-        self._cuda.call(
+        self.library.call(
             "cuMemHostRegister_v2", address, nbytes, REGISTER_PORTABLE | REGISTER_MAPPED
         )
-
-    def unlock(self, address: int) -> None:
-        self._cuda.call("cuMemHostUnregister", address)
 
 
 class CudaDevice(DriverDevice):
@@ -331,4 +316,6 @@ def _kernel(driver: CudaDriver) -> CopyKernel | None:
 
 
 def _meaning(cuda: Library, code: int) -> str:
-    return error_name(cuda, "cuGetErrorName", code)
+    text = c_char_p()
+    cuda.function("cuGetErrorName")(code, byref(text))
+    return (text.value or b"unknown").decode(errors="replace")

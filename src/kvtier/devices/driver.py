@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
-import numpy.typing as npt
+from pathlib import Path
 
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import Handle
-from kvtier.devices.copies import Copies
+from kvtier.devices.copies import Copies, CopyRows
+from kvtier.devices.library import Library
 
 
 class Driver(ABC):
@@ -24,6 +21,14 @@ class Driver(ABC):
 
     name: str
     """Name of the device in torch: "cuda:0", "npu:1"."""
+    library: Library
+    FREE_STREAM: str
+    SYNCHRONIZE: str
+    WAIT: str
+    FORGET: str
+    FREE: str
+    UNLOCK: str
+    """Names of the calls whose only argument is a handle or an address."""
     max_copies: int = 4096
     """Maximum number of copies in one batch call."""
 
@@ -51,13 +56,13 @@ class Driver(ABC):
     def new_stream(self) -> Handle:
         """Create a stream that does not synchronise with other streams."""
 
-    @abstractmethod
     def free_stream(self, stream: Handle) -> None:
         """Destroy a stream whose work is done."""
+        self.library.call(self.FREE_STREAM, stream)
 
-    @abstractmethod
     def synchronize(self, stream: Handle) -> None:
         """Wait until the stream's work is done."""
+        self.library.call(self.SYNCHRONIZE, stream)
 
     @abstractmethod
     def hold_stream(self, stream: Handle, event: Handle) -> None:
@@ -71,13 +76,13 @@ class Driver(ABC):
     def has_passed(self, event: Handle) -> bool:
         """Whether the work before the event is done."""
 
-    @abstractmethod
     def wait(self, event: Handle) -> None:
         """Wait until the work before the event is done."""
+        self.library.call(self.WAIT, event)
 
-    @abstractmethod
     def forget(self, event: Handle) -> None:
         """Destroy an event."""
+        self.library.call(self.FORGET, event)
 
     # -- copies, all of them asynchronous ---------------------------------------------------------
 
@@ -111,9 +116,9 @@ class Driver(ABC):
     def allocate(self, nbytes: int) -> int:
         """Allocate accelerator memory for measurements. Return its address."""
 
-    @abstractmethod
     def free(self, address: int) -> None:
         """Free memory from ``allocate``."""
+        self.library.call(self.FREE, address)
 
     max_lock_bytes: int = 64 << 30
     """Maximum size of one registration: larger ones fail beyond some hundred GiB."""
@@ -122,30 +127,19 @@ class Driver(ABC):
     def lock(self, address: int, nbytes: int) -> None:
         """Page-lock host memory and map it for the accelerator. Address and size: whole pages."""
 
-    @abstractmethod
     def unlock(self, address: int) -> None:
         """Undo ``lock`` of the memory that begins at ``address``."""
+        self.library.call(self.UNLOCK, address)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyRows:
-    """Rectangles of a 2-D copy.
+def pci_numa_node(bus_id: str, root: Path = Path("/")) -> int | None:
+    """Return the NUMA node of the PCI device at ``bus_id`` ("0000:3B:00.0"); None if unknown.
 
-    Row r of rectangle i goes from ``src[i] + r * src_pitch[i]`` to ``dst[i] + r * dst_pitch[i]``.
-    All int64 [num_rectangles], bytes; height in rows.
+    root: where ``sys`` is mounted.
     """
-
-    dst: npt.NDArray[np.int64]
-    src: npt.NDArray[np.int64]
-    dst_pitch: npt.NDArray[np.int64]
-    src_pitch: npt.NDArray[np.int64]
-    width: npt.NDArray[np.int64]
-    height: npt.NDArray[np.int64]
-
-    def each(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Yield, per rectangle: dst, src, dst_pitch, src_pitch, width, height."""
-        columns = (self.dst, self.src, self.dst_pitch, self.src_pitch, self.width, self.height)
-        return zip(*(column.tolist() for column in columns), strict=True)
-
-    def __len__(self) -> int:
-        return len(self.width)
+    try:
+        text = (root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node").read_text()
+        node = int(text)
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None

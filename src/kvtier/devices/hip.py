@@ -14,12 +14,11 @@ from functools import cached_property
 
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import ComputeStream, Handle, torch_compute
-from kvtier.devices.copies import Copies
+from kvtier.devices.copies import Copies, CopyRows
 from kvtier.devices.cuda import ORDER_ANY, ORDER_STREAM, CudaAttributes
-from kvtier.devices.driver import CopyRows, Driver
+from kvtier.devices.driver import Driver, pci_numa_node
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.library import Call, DriverError, Library
-from kvtier.devices.numa import pci_numa_node
 
 NAMES = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6")
 LIBRARY_VARIABLE = "KVTIER_HIP_LIBRARY"
@@ -76,14 +75,18 @@ TAKES_ATTRIBUTES = 7 * 10**7 + 13 * 10**5
 class HipDriver(Driver):
     """The GPU ``index`` among those in ``HIP_VISIBLE_DEVICES``. torch calls it cuda, too."""
 
+    FREE_STREAM, SYNCHRONIZE = "hipStreamDestroy", "hipStreamSynchronize"
+    WAIT, FORGET = "hipEventSynchronize", "hipEventDestroy"
+    FREE, UNLOCK = "hipFree", "hipHostUnregister"
+
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
         self._index = index
-        self._hip = Library(NAMES, LIBRARY_VARIABLE, CALLS, _meaning)
-        self._hip.call("hipInit", 0)
-        if index >= (count := self._hip.number("hipGetDeviceCount")):
+        self.library = Library(NAMES, LIBRARY_VARIABLE, CALLS, _meaning)
+        self.library.call("hipInit", 0)
+        if index >= (count := self.library.number("hipGetDeviceCount")):
             raise DriverError("hipGetDeviceCount", NO_DEVICE, f"{count} devices, none is {index}")
-        self._version = self._hip.number("hipRuntimeGetVersion")
+        self._version = self.library.number("hipRuntimeGetVersion")
         self._orders = {
             Direction.LOAD: CudaAttributes(ORDER_ANY),
             Direction.STORE: CudaAttributes(ORDER_STREAM),
@@ -91,57 +94,45 @@ class HipDriver(Driver):
         self._all = c_size_t(0)  # one set of attributes, from the first copy on
 
     def use(self) -> None:
-        self._hip.call("hipSetDevice", self._index)
+        self.library.call("hipSetDevice", self._index)
 
     def describe(self) -> list[Finding]:
         name = ctypes.create_string_buffer(256)
-        self._hip.call("hipDeviceGetName", name, len(name), self._index)
+        self.library.call("hipDeviceGetName", name, len(name), self._index)
         major, minor = self._version // 10**7, self._version % 10**7 // 10**5
         return [Finding("accelerator", name.value.decode(), f"HIP {major}.{minor}")]
 
     @cached_property
     def numa_node(self) -> int | None:
         bus_id = ctypes.create_string_buffer(32)
-        self._hip.call("hipDeviceGetPCIBusId", bus_id, len(bus_id), self._index)
+        self.library.call("hipDeviceGetPCIBusId", bus_id, len(bus_id), self._index)
         return pci_numa_node(bus_id.value.decode())
 
     # -- streams and events -----------------------------------------------------------------------
 
     def new_stream(self) -> Handle:
-        return self._hip.handle("hipStreamCreateWithFlags", STREAM_NON_BLOCKING)
-
-    def free_stream(self, stream: Handle) -> None:
-        self._hip.call("hipStreamDestroy", stream)
-
-    def synchronize(self, stream: Handle) -> None:
-        self._hip.call("hipStreamSynchronize", stream)
+        return self.library.handle("hipStreamCreateWithFlags", STREAM_NON_BLOCKING)
 
     def hold_stream(self, stream: Handle, event: Handle) -> None:
-        self._hip.call("hipStreamWaitEvent", stream, event, 0)
+        self.library.call("hipStreamWaitEvent", stream, event, 0)
 
     def record(self, stream: Handle) -> Handle:
         flags = EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING
-        event = self._hip.handle("hipEventCreateWithFlags", flags)
-        self._hip.call("hipEventRecord", event, stream)
+        event = self.library.handle("hipEventCreateWithFlags", flags)
+        self.library.call("hipEventRecord", event, stream)
         return event
 
     def has_passed(self, event: Handle) -> bool:
-        code = self._hip.function("hipEventQuery")(event)
+        code = self.library.function("hipEventQuery")(event)
         if code != NOT_READY:
-            self._hip.check("hipEventQuery", code)
+            self.library.check("hipEventQuery", code)
         return code == 0
-
-    def wait(self, event: Handle) -> None:
-        self._hip.call("hipEventSynchronize", event)
-
-    def forget(self, event: Handle) -> None:
-        self._hip.call("hipEventDestroy", event)
 
     # -- copies -----------------------------------------------------------------------------------
 
     @property
     def why_no_batch(self) -> str:
-        if self._hip.has(BATCH.name):
+        if self.library.has(BATCH.name):
             return ""
         return f"this HIP has no {BATCH.name}; it came with {BATCH.since}"
 
@@ -150,7 +141,7 @@ class HipDriver(Driver):
 
     def copy_batch(self, copies: Copies, direction: Direction, stream: Handle) -> None:
         failed, takes = c_size_t(), self._version >= TAKES_ATTRIBUTES
-        self._hip.call(
+        self.library.call(
             BATCH.name,
             copies.dst.ctypes.data,
             copies.src.ctypes.data,
@@ -164,37 +155,31 @@ class HipDriver(Driver):
         )
 
     def copy_each(self, copies: Copies, direction: Direction, stream: Handle) -> None:
-        copy, kind = self._hip.function("hipMemcpyAsync"), KIND[direction]
+        copy, kind = self.library.function("hipMemcpyAsync"), KIND[direction]
         for dst, src, size in zip(
             copies.dst.tolist(), copies.src.tolist(), copies.size.tolist(), strict=True
         ):
             if code := copy(dst, src, size, kind, stream):
-                self._hip.check("hipMemcpyAsync", code)
+                self.library.check("hipMemcpyAsync", code)
 
     def copy_rows(self, rows: CopyRows, direction: Direction, stream: Handle) -> None:
-        copy, kind = self._hip.function("hipMemcpy2DAsync"), KIND[direction]
+        copy, kind = self.library.function("hipMemcpy2DAsync"), KIND[direction]
         for dst, src, dst_pitch, src_pitch, width, height in rows.each():
             if code := copy(dst, dst_pitch, src, src_pitch, width, height, kind, stream):
-                self._hip.check("hipMemcpy2DAsync", code)
+                self.library.check("hipMemcpy2DAsync", code)
 
     # -- memory -----------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
-        return self._hip.handle("hipMalloc", nbytes)
-
-    def free(self, address: int) -> None:
-        self._hip.call("hipFree", address)
+        return self.library.handle("hipMalloc", nbytes)
 
     def lock(self, address: int, nbytes: int) -> None:
         try:
             flags = REGISTER_PORTABLE | REGISTER_MAPPED
-            self._hip.call("hipHostRegister", address, nbytes, flags)
+            self.library.call("hipHostRegister", address, nbytes, flags)
         except DriverError:
-            self._hip.function("hipGetLastError")()  # clear it, or torch would report it later
+            self.library.function("hipGetLastError")()  # clear it, or torch would report it later
             raise
-
-    def unlock(self, address: int) -> None:
-        self._hip.call("hipHostUnregister", address)
 
 
 class HipDevice(DriverDevice):

@@ -12,13 +12,16 @@ import mmap
 from contextlib import suppress
 from ctypes import addressof, c_uint, c_uint64, c_void_p
 from importlib.resources import files
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvtier.devices.compute import Handle
 from kvtier.devices.copies import Copies
 from kvtier.devices.library import DriverError
+
+if TYPE_CHECKING:
+    from kvtier.devices.cuda import CudaDriver
 
 logger = logging.getLogger(__name__)
 
@@ -31,27 +34,6 @@ ALIGNMENT = 16
 """Alignment of addresses and sizes, in bytes: what a thread moves at once."""
 TABLE_COPIES = 4096
 """Maximum number of copies of a launch."""
-
-
-class KernelDriver(Protocol):
-    """The part of a driver that runs the kernel."""
-
-    def load_kernel(self, image: bytes, name: str) -> Handle:
-        """Load a program in PTX. Return its kernel ``name``."""
-
-    def launch(
-        self, kernel: Handle, num_blocks: int, num_threads: int, stream: Handle, arguments: object
-    ) -> None:
-        """Queue a kernel on ``stream``.
-
-        arguments: array of pointers to the kernel's arguments, read before this returns.
-        """
-
-    def lock(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory and map it for the accelerator."""
-
-    def unlock(self, address: int) -> None:
-        """Undo ``lock``."""
 
 
 class CopyTable:
@@ -91,7 +73,7 @@ class _Lent:
 class CopyKernel:
     """Copies on one GPU. Raises ``DriverError`` if the driver does not load the kernel."""
 
-    def __init__(self, driver: KernelDriver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         image = files("kvtier.devices").joinpath(f"{NAME}.ptx").read_bytes()
         self._driver = driver
         self._kernel = driver.load_kernel(image, NAME)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from ctypes import c_char_p, c_int, c_void_p
+from ctypes import c_int, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,24 +111,11 @@ class Library:
         self.call(name, ctypes.byref(made), *arguments)
         return made.value or 0
 
-    def handle_last(self, name: str, *arguments: object) -> int:
-        """Return the pointer that a call writes to its last argument."""
-        made = c_void_p()
-        self.call(name, *arguments, ctypes.byref(made))
-        return made.value or 0
-
     def number(self, name: str, *arguments: object) -> int:
         """Return the int that a call writes to its first argument."""
         value = c_int()
         self.call(name, ctypes.byref(value), *arguments)
         return value.value
-
-
-def error_name(library: Library, name: str, code: int) -> str:
-    """Return the error text that a call ``name(code, const char **)`` gives for ``code``."""
-    text = c_char_p()
-    library.function(name)(code, ctypes.byref(text))
-    return (text.value or b"unknown").decode(errors="replace")
 
 
 def _load(names: Sequence[str], override: str) -> ctypes.CDLL:

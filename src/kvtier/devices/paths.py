@@ -8,16 +8,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
 from math import log2
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvtier.core.errors import ConfigError, DeviceError
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import Handle
-from kvtier.devices.copies import Copies
+from kvtier.devices.copies import Copies, rectangles
 from kvtier.devices.driver import Driver
 from kvtier.devices.kernel import CopyKernel
 from kvtier.devices.library import DriverError
-from kvtier.devices.rectangles import rectangles
+
+if TYPE_CHECKING:
+    from kvtier.devices.path_table import PathTable
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +48,6 @@ LONG_BYTES = 128 << 10
 it; for smaller copies the driver does so too, since it takes 1 us to submit each."""
 
 
-class Ranking(Protocol):
-    """Measured ranking of the paths."""
-
-    def best_first(
-        self, direction: Direction, num_copies: int, copy_bytes: float
-    ) -> Sequence[CopyPath]:
-        """Return the paths that do such copies correctly, fastest first."""
-
-
 class CopyPaths:
     """Submits copies to the driver by the fastest path that can do them.
 
@@ -67,7 +60,7 @@ class CopyPaths:
         self._driver = driver
         self._kernel = kernel
         self._batch_has_worked = False
-        self._ranking: Ranking | None = None
+        self._ranking: PathTable | None = None
         self._orders: dict[tuple[Direction, int, int], list[CopyPath]] = {}
         """Usable paths, best first, by direction and the exponents of number and size."""
         self.why_not: dict[CopyPath, str] = {}
@@ -126,7 +119,7 @@ class CopyPaths:
                 return alive
         raise DeviceError(f"{self._driver.name}: no way to do {len(copies)} copies by {only}")
 
-    def rank(self, ranking: Ranking) -> None:
+    def rank(self, ranking: PathTable) -> None:
         """Choose by these measurements from now on."""
         self._ranking = ranking
         self._orders.clear()
