@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvtier.observe.log_rate import BURST, MAX_KINDS, LogRate
+from kvtier.observe.logs import BURST, MAX_KINDS, LogRate
 
 
 class Kept(logging.Handler):

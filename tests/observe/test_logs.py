@@ -13,8 +13,15 @@ import pytest
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import DEVICE, HOST, LogFormat, Match
-from kvtier.observe.log_rate import BURST, LogRate
-from kvtier.observe.logs import VARIABLE, JsonLines, TextLines, format_of, log_in_engine
+from kvtier.observe.logs import (
+    BURST,
+    VARIABLE,
+    JsonLines,
+    LogRate,
+    TextLines,
+    format_of,
+    log_in_engine,
+)
 from kvtier.plan import Costs, explain, ways_of, weigh
 
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtier.control.contract import (
     CacheControl,
@@ -128,3 +129,18 @@ def control_router(control: CacheControl) -> APIRouter:
         return await control.clear(body.room, body.memory_only, body.timeout_s)
 
     return router
+
+
+class HeadAsGet:
+    """Middleware by which every route for GET also answers HEAD, which load balancers use.
+
+    The HTTP server leaves the body out.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)

@@ -9,7 +9,7 @@ import pytest
 from kvtier.core.hints import Hint, Retain
 from kvtier.core.types import DEVICE, HOST
 from kvtier.serve.engine import Engine, EngineConfig, SamplingParams
-from kvtier.serve.engine.hints import Hints
+from kvtier.serve.engine.waiting import Hints
 
 from .conftest import changed
 

@@ -10,10 +10,13 @@ from typing import cast
 
 import openai
 import pytest
+from openai.types import CompletionUsage
 
 from kvtier.core.config import CacheConfig
 from kvtier.serve.engine import Engine, EngineConfig
-from kvtier.serve.server import HttpServer, ServerConfig, bind
+from kvtier.serve.server.config import ServerConfig
+from kvtier.serve.server.listener import bind
+from kvtier.serve.server.run import HttpServer
 
 MODEL = "kvtier-tiny"
 
@@ -46,6 +49,31 @@ def running(engine: object, config: ServerConfig | None = None) -> Iterator[Runn
         server.stop()  # do not wait for requests that tests leave behind
         thread.join(30)
         assert not thread.is_alive(), "the server does not end"
+
+
+@contextmanager
+def busy(engine: Engine) -> Iterator[None]:
+    """Hold the engine's thread between two steps."""
+    may_go_on, is_held = Event(), Event()
+
+    def hold() -> None:
+        is_held.set()
+        assert may_go_on.wait(60)
+
+    held = engine.call_later(hold)
+    assert is_held.wait(30)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+        held.result(60)
+
+
+def cached(usage: CompletionUsage | None) -> int:
+    """Return the number of cached tokens of an answer."""
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    return usage.prompt_tokens_details.cached_tokens or 0
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,17 @@
-"""Raw HTTP, for requests that client libraries do not send."""
+"""Raw HTTP, for requests that client libraries do not send, and what is common to answers."""
 
 from __future__ import annotations
 
 import json
 import socket
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from .conftest import MODEL, Running
 
@@ -24,22 +27,38 @@ class RawAnswer:
 
     @property
     def message(self) -> str:
-        """Return the message of an error. Check the shape that every error has."""
-        assert self.headers["content-type"] == "application/json", self
-        shown: Any = json.loads(self.body)
-        assert set(shown) == {"error"}, shown
-        assert set(shown["error"]) == {"message", "type", "param", "code"}, shown
-        message: str = shown["error"]["message"]
-        assert message[-1] in ".?", message
-        assert "\n" not in message
-        assert "Traceback" not in message
-        assert len(message) < 1000, message
+        """Return the message of an error."""
+        message: str = error_in(self.headers, self.body)["message"]
         return message
 
 
-def connect(served: Running) -> socket.socket:
-    host, port = served.url.removeprefix("http://").split(":")
+def error_in(headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+    """Return the error object of an answer. Check the shape that every error has."""
+    assert headers["content-type"] == "application/json", headers
+    shown = json.loads(body)
+    assert set(shown) == {"error"}, shown
+    error: dict[str, Any] = shown["error"]
+    assert set(error) == {"message", "type", "param", "code"}, shown
+    message = error["message"]
+    assert message[-1] in ".?", message
+    assert "\n" not in message
+    assert "Traceback" not in message
+    assert len(message) < 1000, message
+    return error
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    return error_in(answer.headers, answer.content)
+
+
+def dial(url: str) -> socket.socket:
+    host, port = url.partition("://")[2].split(":")
     return socket.create_connection((host, int(port)), timeout=200)
+
+
+def connect(served: Running) -> socket.socket:
+    return dial(served.url)
 
 
 def head(path: str, *fields: str, method: str = "POST") -> bytes:
@@ -94,7 +113,18 @@ def is_closed(connection: socket.socket) -> bool:
     return read(connection) is None
 
 
-def metrics_of(served: Running) -> str:
-    answer = httpx.get(f"{served.url}/metrics", timeout=200)
+def metrics_of(served: Running, **options: Any) -> str:
+    answer = httpx.get(f"{served.url}/metrics", timeout=200, **options)
     assert answer.status_code == 200
     return answer.text
+
+
+def samples(served: Running, **options: Any) -> Counter[tuple[str, ...]]:
+    """Return the values of metrics by (name, label values in their order ...)."""
+    families = text_string_to_metric_families(metrics_of(served, **options))
+    found: Any = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    return Counter(found)

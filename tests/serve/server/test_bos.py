@@ -68,11 +68,7 @@ def test_a_conversation_has_only_what_its_template_writes(
     client: openai.OpenAI, with_bos: Engine
 ) -> None:
     message: Any = {"role": "user", "content": "What is a list?"}
-    answer = client.chat.completions.create(
-        model="model",
-        messages=[message],
-        max_tokens=1,
-    )
+    answer = client.chat.completions.create(model="model", messages=[message], max_tokens=1)
     rendered = with_bos.tokenizer.encode(with_bos.tokenizer.render_chat([message]))
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(rendered)

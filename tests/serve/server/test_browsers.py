@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.core.errors import ConfigError
 from kvtier.serve.engine import Engine
-from kvtier.serve.server import ServerConfig
+from kvtier.serve.server.config import ServerConfig
 
 from .conftest import MODEL, Running, running
 

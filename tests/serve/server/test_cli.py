@@ -10,15 +10,10 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from kvtier.core.errors import install_command
-from kvtier.tools.cli import app
 from kvtier.tools.cli.failure import starting
-
-
-def kvtier(*arguments: str, **variables: str) -> Result:
-    return CliRunner().invoke(app, list(arguments), env=variables)
+from tests.kit.cli import kvtier, refused
 
 
 def test_importing_the_command_line_imports_nothing_heavy() -> None:
@@ -43,28 +38,21 @@ def test_the_version_is_told() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["no-such-model"], "model: 'no-such-model' is neither built in"),
-        (["--port", "70000"], "port: 70000 is no TCP port"),
         (["--api-key", ""], "api_key: the key is empty"),
         (["--max-body-bytes", "many"], "max_body_bytes: can't read 'many' as a size"),
-        (["--host-capacity", "4 apples"], "host_capacity: can't read"),
-        (["--host-capacity", "900TiB"], "host tier: a capacity of"),
-        (["--device-capacity", "1KiB"], "device_capacity:"),
+        (["--device-capacity", "1KiB"], "device_capacity: 0.0 MiB is room for 0 blocks"),
         (["--storage", "/path"], "storage: '/path' names no plug-in; write it as \"plug-in:loc"),
         (["--storage", "a b:/path"], "storage: 'a b:/path' names no plug-in"),
-        (["--storage", "shelf:/path"], "no plug-in 'shelf' in kvtier.tiers; known: disk"),
         (["--storage", "disk:"], 'disk: no folder; write it as "disk=disk:/path"'),
         (
             ["--storage", "disk:/dev/null"],
             "disk tier: /dev/null can't be created or is not a directory",
         ),
-        (["--storage", "host=disk:/x"], "storage: two tiers are called 'host'; name one of them"),
         (["--storage", "disk:/x", "--disk-path", "/y"], "storage: two tiers are called 'disk'"),
         (["--storage-capacity", "much"], "storage_capacity: can't read 'much' as a size"),
         (["--block-size", "0"], "block_size: 0 is below 1"),
         (["--chunk-tokens", "100"], "chunk_tokens: 100 is no multiple of block_size=64"),
         (["--max-running", "0"], "max_running: 0 is below 1"),
-        (["--dtype", "int3"], "dtype: 'int3' is unknown"),
         (["--device", "toaster"], "device: 'toaster' is unknown"),
         (
             ["--disk-path", "unused", "--disk-direct", "off", "--host-capacity", "0"],
@@ -76,7 +64,6 @@ def test_the_version_is_told() -> None:
         (["--header-timeout-s", "0"], "header_timeout_s: 0.0 is no time to wait"),
         (["--body-timeout-s", "nan"], "body_timeout_s: nan is no time to wait"),
         (["--write-timeout-s", "inf"], "write_timeout_s: inf is no time to wait"),
-        (["--events", "5557", "--host-capacity", "0"], "events: can't publish at '5557'"),
         (["--events-replay", "tcp://127.0.0.1:5558"], "events_replay: 'tcp://127.0.0.1:5558' wi"),
         (["--host", "no.such.host.invalid"], "host: can't listen on 'no.such.host.invalid'"),
     ],
@@ -84,27 +71,22 @@ def test_the_version_is_told() -> None:
 def test_a_setting_that_cant_be_used_is_told_in_one_sentence(
     options: list[str], sentence: str
 ) -> None:
-    port = [] if "--port" in options else ["--port", "0"]
-    result = kvtier("serve", *port, *options)
-    assert result.exit_code == 2
-    assert f"kvtier serve: {sentence}" in result.stderr
-    assert "Traceback" not in result.output
-    assert result.stdout == ""
+    assert f"kvtier serve: {sentence}" in refused("serve", "--port", "0", *options)
 
 
 MISSING = ("torch", "transformers", "fastapi")
 
 
-def without_engine(
-    *arguments: str, missing: Sequence[str] = MISSING
-) -> subprocess.CompletedProcess[str]:
-    """Run ``kvtier`` without the modules that serving a model needs."""
+def without_engine(*arguments: str, missing: Sequence[str] = MISSING) -> list[str]:
+    """Run ``kvtier`` without the modules that serving a model needs. Return what it complains."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({list(missing)}));"
         "from kvtier.tools.cli import app; app(sys.argv[1:], prog_name='kvtier')"
     )
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    return done.stderr.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -114,8 +96,8 @@ def without_engine(
             ["--eviction-policy", "newest"],
             "eviction_policy: 'newest' is unknown; use one of runs, lru, arc, s3fifo, lfuda, sieve",
         ),
-        (["--storage", "shelf:/path"], "no plug-in 'shelf' in kvtier.tiers"),
-        (["--storage", "host=disk:/x"], "storage: two tiers are called 'host'"),
+        (["--storage", "shelf:/path"], "no plug-in 'shelf' in kvtier.tiers; known: disk"),
+        (["--storage", "host=disk:/x"], "storage: two tiers are called 'host'; name one of them"),
         (["--host-capacity", "4 apples"], "host_capacity: can't read"),
         (["--device-capacity", "4 apples"], "device_capacity: can't read"),
         (["--dtype", "int3"], "dtype: 'int3' is unknown; use auto, float32, bfloat16, float16"),
@@ -145,10 +127,8 @@ def test_settings_are_checked_before_torch_is_imported(
     folder = str(tmp_path / "folder")
     port = [] if "--port" in options else ["--port", "0"]
     options = [option.replace("{folder}", folder) for option in options]
-    done = without_engine("serve", *port, *options)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"kvtier serve: {sentence.replace('{folder}', folder)}")
-    assert len(done.stderr.splitlines()) == 1
+    (line,) = without_engine("serve", *port, *options)
+    assert line.startswith(f"kvtier serve: {sentence.replace('{folder}', folder)}")
 
 
 @pytest.mark.parametrize(
@@ -162,10 +142,8 @@ def test_settings_are_checked_before_torch_is_imported(
 def test_missing_packages_are_named_before_torch_is_imported(
     options: list[str], package: str, sentence: str
 ) -> None:
-    done = without_engine("serve", "--port", "0", *options, missing=(*MISSING, package))
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"kvtier serve: {sentence}")
-    assert len(done.stderr.splitlines()) == 1
+    (line,) = without_engine("serve", "--port", "0", *options, missing=(*MISSING, package))
+    assert line.startswith(f"kvtier serve: {sentence}")
 
 
 @pytest.mark.engine
@@ -176,16 +154,13 @@ def test_a_device_that_is_not_there_is_named_before_the_model_is_loaded(
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr("kvtier.serve.engine.engine.load_model", load_model)
-    result = kvtier("serve", "--port", "0", "--device", "npu:0")
-    assert result.exit_code == 2
-    assert "the model was loaded" not in result.stderr
-    assert "'npu:0'" in result.stderr
+    said = refused("serve", "--port", "0", "--device", "npu:0")
+    assert "the model was loaded" not in said
+    assert "'npu:0'" in said
 
 
 def test_loading_of_a_model_is_told_before_torch_is_imported() -> None:
-    done = without_engine("serve", "--port", "0")
-    assert done.returncode == 2
-    loading, missing = done.stderr.splitlines()
+    loading, missing = without_engine("serve", "--port", "0")
     assert loading.endswith("loading model name=kvtier-tiny")
     assert missing.startswith("kvtier serve: ")
     assert missing.endswith(f"; install what the engine needs: {install_command('engine')}")
@@ -193,18 +168,16 @@ def test_loading_of_a_model_is_told_before_torch_is_imported() -> None:
 
 @pytest.mark.engine
 def test_an_empty_key_in_the_environment_is_no_open_door() -> None:
-    result = kvtier("serve", "--port", "0", KVTIER_API_KEY="")
-    assert result.exit_code == 2
-    assert "api_key: the key is empty" in result.stderr
+    said = refused("serve", "--port", "0", KVTIER_API_KEY="")
+    assert "api_key: the key is empty" in said
 
 
 @pytest.mark.engine
 def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = kvtier("serve", "--port", str(port))
-    assert result.exit_code == 2
-    assert f"port: can't listen on 127.0.0.1:{port}" in result.stderr
+        said = refused("serve", "--port", str(port))
+    assert f"port: can't listen on 127.0.0.1:{port}" in said
 
 
 @pytest.mark.slow
@@ -265,12 +238,10 @@ def test_a_model_with_a_file_cut_off_is_one_sentence(tmp_path: Path, name: str) 
     model = checkpoint(tmp_path / "model")
     content = (model / name).read_bytes()
     (model / name).write_bytes(content[: len(content) // 2])
-    result = kvtier("serve", str(model), "--port", "0", "--log-level", "error")
-    assert result.exit_code == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith(f"kvtier serve: model: {'' if name[0] == 'g' else 'the '}")
-    assert str(model) in result.stderr
-    assert "Traceback" not in result.output
+    said = refused("serve", str(model), "--port", "0", "--log-level", "error")
+    assert said.startswith(f"kvtier serve: model: {'' if name[0] == 'g' else 'the '}")
+    assert said.count("kvtier serve:") == 1
+    assert str(model) in said
 
 
 @pytest.mark.engine
@@ -298,7 +269,7 @@ def test_too_few_open_files_are_told() -> None:
     ],
 )
 def test_only_this_machine_reaches_a_loopback_address(address: str, loops_back: bool) -> None:
-    from kvtier.serve.server import is_loopback
+    from kvtier.serve.server.listener import is_loopback
 
     class Listener:
         def getsockname(self) -> tuple[str, int]:
@@ -315,9 +286,9 @@ def test_only_this_machine_reaches_a_loopback_address(address: str, loops_back: 
 def test_an_open_door_without_key_is_warned_of(
     loops_back: bool, key: str | None, warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.serve.server.is_loopback", lambda listener: loops_back)
+    monkeypatch.setattr("kvtier.tools.cli.serving.is_loopback", lambda listener: loops_back)
     monkeypatch.setattr(
-        "kvtier.serve.server.HttpServer.run", lambda self, tell, **rest: tell(self.url)
+        "kvtier.serve.server.run.HttpServer.run", lambda self, tell, **rest: tell(self.url)
     )
     options = ["--device-capacity", "8MiB", "--host-capacity", "0"]
     options += [] if key is None else ["--api-key", key]

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from typer.testing import CliRunner
 
 from kvtier.core.config import CacheConfig
 from kvtier.core.types import DEVICE
 from kvtier.serve.engine import Engine, EngineConfig
-from kvtier.serve.server import ServerConfig
-from kvtier.tools.cli import app
+from kvtier.serve.server.config import ServerConfig
 from kvtier.tools.cli.api_keys import CONTROL_KEY_VARIABLE
-from tests.serve.server.conftest import MODEL, Running, running
+from tests.kit.cli import kvtier
 
-KEY = "the key of the control"
+from .conftest import MODEL, Running, cached, running
+
+KEY = "the-key-of-the-control"
 TEXT, OTHER = "one " * 100, "two " * 100
 
 
@@ -37,7 +35,7 @@ def started(folder: Path) -> Iterator[Running]:
             host_capacity="4MiB", disk_path=str(folder), disk_capacity="64MiB", strict=True
         ),
     )
-    server = ServerConfig(control_key=KEY.replace(" ", "-"))
+    server = ServerConfig(control_key=KEY)
     with Engine(config) as engine, running(engine, server) as made:
         yield made
 
@@ -48,36 +46,30 @@ def served(tmp_path: Path) -> Iterator[Running]:
         yield made
 
 
-def post(served: Running, route: str, key: str = KEY.replace(" ", "-"), **body: object) -> Any:
+def post(served: Running, route: str, key: str = KEY, **body: object) -> Any:
     """Return the answer, or the status of a refusal."""
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    content = None if route == "/status" else json.dumps(body).encode()
-    request = urllib.request.Request(f"{served.url}{route}", content, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        error.close()
-        return error.code
+    headers = {"Authorization": f"Bearer {key}"}
+    method, content = ("GET", None) if route == "/status" else ("POST", body)
+    url = f"{served.url}{route}"
+    answer = httpx.request(method, url, json=content, headers=headers, timeout=60)
+    return answer.json() if answer.status_code == 200 else answer.status_code
 
 
-def cached(served: Running, text: str, salt: str = "") -> int:
+def num_cached(served: Running, text: str, salt: str = "") -> int:
     """Run a prompt. Return how many of its tokens were cached."""
     with served.client() as client:
         usage = client.completions.create(
             model=MODEL, prompt=text, max_tokens=1, extra_body={"cache_salt": salt}
         ).usage
-    assert usage is not None
-    assert usage.prompt_tokens_details is not None
     assert served.engine.drain()
-    return usage.prompt_tokens_details.cached_tokens or 0
+    return cached(usage)
 
 
 def test_a_deleted_prompt_is_gone_also_after_a_restart(tmp_path: Path) -> None:
     with started(tmp_path) as served:
         for text in (TEXT, OTHER):
-            cached(served, text)
-            assert cached(served, text) > 0
+            num_cached(served, text)
+            assert num_cached(served, text) > 0
         found = post(served, "/lookup", prompt=TEXT)
         assert found["blocks"] == found["in_memory"] == found["found"] > 0
         done = post(served, "/delete", prompt=TEXT)
@@ -87,20 +79,20 @@ def test_a_deleted_prompt_is_gone_also_after_a_restart(tmp_path: Path) -> None:
     with started(tmp_path) as served:
         assert post(served, "/lookup", prompt=OTHER)["found"] == found["blocks"]
         assert post(served, "/lookup", prompt=TEXT)["found"] == 0
-        assert cached(served, TEXT) == 0
-        assert cached(served, OTHER) > 0
+        assert num_cached(served, TEXT) == 0
+        assert num_cached(served, OTHER) > 0
 
 
 def test_a_tenant_is_deleted_with_what_only_the_disk_knows(tmp_path: Path) -> None:
     with started(tmp_path) as served:
-        cached(served, TEXT, "a")
-        cached(served, TEXT, "b")
+        num_cached(served, TEXT, "a")
+        num_cached(served, TEXT, "b")
         rooms = {each["tenant"]: each["used_bytes"] for each in post(served, "/status")["rooms"]}
         assert rooms.keys() == {"a", "b"}
         assert rooms["a"] == rooms["b"]
         assert rooms["a"]["disk"] > 0
     with started(tmp_path) as served:
-        assert cached(served, TEXT, "b") > 0
+        assert num_cached(served, TEXT, "b") > 0
         done = post(served, "/delete", tenant="a")
         assert (done["is_complete"], done["rooms"]) == (True, ["a"])
     with started(tmp_path) as served:
@@ -108,11 +100,11 @@ def test_a_tenant_is_deleted_with_what_only_the_disk_knows(tmp_path: Path) -> No
         assert post(served, "/lookup", prompt=TEXT, tenant="b")["found"] > 0
         assert post(served, "/clear")["is_complete"]
     with started(tmp_path) as served:
-        assert cached(served, TEXT, "b") == 0
+        assert num_cached(served, TEXT, "b") == 0
 
 
 def test_a_prompt_is_prefetched_and_pinned(served: Running) -> None:
-    cached(served, TEXT)
+    num_cached(served, TEXT)
     post(served, "/clear", memory_only=True)
     served.engine.clear_tier(DEVICE)
     found = post(served, "/lookup", prompt=TEXT)
@@ -137,22 +129,18 @@ def test_only_the_control_key_opens_it(served: Running) -> None:
         assert post(served, "/lookup", **body) == 400
 
 
-def test_without_a_control_key_there_are_no_such_routes(client: Any, engine: Engine) -> None:
-    del client
+def test_without_a_control_key_there_are_no_such_routes(engine: Engine) -> None:
     with running(engine) as served:
         assert post(served, "/delete", prompt=TEXT) == 404
 
 
-def test_the_commands_of_a_node_control_a_server(
-    served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_a_node_control_a_server(served: Running) -> None:
     def command(*words: str, status: int = 0) -> str:
-        monkeypatch.setenv(CONTROL_KEY_VARIABLE, KEY.replace(" ", "-"))
-        done = CliRunner().invoke(app, ["node", *words, "--socket", served.url])
+        done = kvtier("node", *words, "--socket", served.url, **{CONTROL_KEY_VARIABLE: KEY})
         assert done.exit_code == status, done.output
         return done.output
 
-    cached(served, TEXT, "a")
+    num_cached(served, TEXT, "a")
     assert "room a: of 6 blocks the first 6 are" in command(
         "lookup", "--prompt", TEXT, "--tenant", "a"
     )

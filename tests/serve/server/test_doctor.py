@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from kvtier.core.errors import install_command
 from kvtier.devices import CopyQueue, Device, Direction, Fence, Finding, Memory, find_device
-from kvtier.tools.cli import app, detect
+from kvtier.tools.cli import detect
+from tests.kit.cli import kvtier
 from tests.kit.fakes.storage import StorageFake
 
 WITHOUT_TORCH = """
@@ -62,8 +62,8 @@ def test_a_setting_that_cant_be_read_is_found_too() -> None:
 
 @pytest.mark.engine
 def test_people_get_a_table_and_machines_json() -> None:
-    table = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "160"})
-    as_json = CliRunner().invoke(app, ["doctor", "--json"])
+    table = kvtier("doctor", COLUMNS="160")
+    as_json = kvtier("doctor", "--json")
     assert table.exit_code == as_json.exit_code == 0
     found = json.loads(as_json.output)
     for section, lines in found["sections"].items():
@@ -195,6 +195,6 @@ def test_a_disk_is_tried_where_one_is_named(
     monkeypatch.setenv(fake.library_variable, str(fake.path))
     monkeypatch.setenv("KVTIER_ASCEND_LIBRARY", str(fake.path))
     monkeypatch.setattr(detect, "devices_found", lambda: ((), device))
-    found = json.loads(CliRunner().invoke(app, ["doctor", "--json", *arguments]).output)
+    found = json.loads(kvtier("doctor", "--json", *arguments).output)
     assert notes(found, "disk")[topic][0].startswith(told)
     assert list(tmp_path.iterdir()) == []

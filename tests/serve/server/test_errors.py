@@ -21,7 +21,7 @@ from kvtier.serve.engine import (
     SamplingParams,
     Token,
 )
-from kvtier.serve.server import ServerConfig
+from kvtier.serve.server.config import ServerConfig
 from kvtier.serve.server.refused import HARMLESS, LABELS
 from kvtier.serve.server.schemas import (
     ChatRequest,
@@ -31,6 +31,7 @@ from kvtier.serve.server.schemas import (
 )
 
 from .conftest import MODEL, Running, running
+from .raw import error_of
 
 pytestmark = pytest.mark.engine
 
@@ -38,23 +39,11 @@ COMPLETION: Any = {"model": MODEL, "prompt": "import", "max_tokens": 2}
 CHAT: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
 
-def error_of(answer: httpx.Response, status: int) -> dict[str, str | None]:
-    """Return the error object. Check the shape that every error has."""
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/json"
-    body = answer.json()
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    message = body["error"]["message"]
-    assert message[-1] in ".?"
-    assert "Traceback" not in message
-    assert "\n" not in message
-    error: dict[str, str | None] = body["error"]
-    return error
+JSON = {"Content-Type": "application/json"}
 
 
-def post(served: Running, path: str, **content: object) -> httpx.Response:
-    return httpx.post(f"{served.url}/v1/{path}", timeout=60, **content)  # type: ignore[arg-type]
+def post(served: Running, path: str, **content: Any) -> httpx.Response:
+    return httpx.post(f"{served.url}/v1/{path}", timeout=60, **content)
 
 
 def called(arguments: object) -> Any:
@@ -63,6 +52,18 @@ def called(arguments: object) -> Any:
 
 def function(name: str, parameters: Any = None) -> Any:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def in_schema(schema: object) -> dict[str, object]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def assistant(**fields: object) -> dict[str, object]:
+    return {"messages": [{"role": "assistant", **fields}]}
+
+
+def user(**fields: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", **fields}]}
 
 
 BAD_COMPLETIONS = [
@@ -149,36 +150,19 @@ BAD_COMPLETIONS = [
     ({"response_format": {"type": "xml"}}, "response_format", "for others use vLLM or SGLang"),
     ({"response_format": "json"}, "response_format", 'is of type "json"; this server knows text'),
     ({"response_format": {"type": "json_schema"}}, "response_format", "has no schema; send"),
+    (in_schema({"const": "\ud800"}), "response_format", "has half of a surrogate pair; send whole"),
+    (in_schema({"\ud800": 1}), "response_format", "has half of a surrogate pair; send whole"),
     (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"schema": {"type": "object", "unevaluatedProperties": False}},
-            }
-        },
+        in_schema({"type": "object", "unevaluatedProperties": False}),
         "response_format",
         "can't force answers into: failed to compile JSON schema: Unimplemented keys: [",
     ),
     (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"schema": {"type": "string", "pattern": "^(a{1000}){1000}$"}},
-            }
-        },
+        in_schema({"type": "string", "pattern": "^(a{1000}){1000}$"}),
         "response_format",
         "can't force answers into: lexer error: too many expressions constructed.",
     ),
-    (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"schema": {"type": "\x00"}},
-            }
-        },
-        "response_format",
-        r"Invalid type: \x00",
-    ),
+    (in_schema({"type": "\x00"}), "response_format", r"Invalid type: \x00"),
     (
         {"response_format": {"type": "json_object"}, "min_tokens": 1},
         None,
@@ -191,39 +175,35 @@ BAD_COMPLETIONS = [
 BAD_CHATS = [
     ({"messages": []}, "messages", "messages is [], but"),
     ({"messages": "hi"}, "messages", 'messages is "hi", but must be a valid list'),
-    ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing; this request needs it"),
+    (user(), "messages[0].content", "is missing; this request needs it"),
     ({"messages": [{"role": "king", "content": ""}]}, "messages[0].role", 'role is "king", but'),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        user(content=[{"type": "image_url", "image_url": "x"}]),
         "messages[0].content",
         'content has a part of type "image_url"',
     ),
     ({"messages": [{"role": "tool"}]}, "messages[0].content", "is missing; this request needs it"),
     (
-        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
+        assistant(content="x", tool_calls=[{"id": "1"}]),
         "messages[0].tool_calls",
         'tool_calls has {"id": "1"}; a call is {"id": ...',
     ),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [called(5)]}]},
+        assistant(tool_calls=[called(5)]),
         "messages[0].tool_calls",
         "tool_calls has the arguments 5, but they must be a JSON object, as text",
     ),
     (
-        {"messages": [{"role": "user", "content": "x", "tool_calls": [called("{}")]}]},
+        user(content="x", tool_calls=[called("{}")]),
         "messages[0].tool_calls",
         "belongs to a message of the assistant, but this one is of the user.",
     ),
     (
-        {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
+        user(content="x", tool_call_id="1"),
         "messages[0].tool_call_id",
         "belongs to a message of the tool, but this one is of the user.",
     ),
-    (
-        {"messages": [{"role": "assistant", "content": "x", "prefix": True}]},
-        "messages[0].prefix",
-        "messages[0].prefix is not supported",
-    ),
+    (assistant(content="x", prefix=True), "messages[0].prefix", "prefix is not supported"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, but must be greater than or equal to 1"),
     ({"tools": {}}, "tools", "tools is {}, but must be a list of functions"),
     ({"tools": [{"type": "function"}]}, "tools", 'tools has one of type "function"'),
@@ -285,34 +265,21 @@ def test_defaults_of_other_engines_change_nothing(served: Running) -> None:
         assert answer.status_code == (200 if value is False else 400), name
 
 
-@pytest.mark.parametrize(("change", "param", "sentence"), BAD_COMPLETIONS)
-def test_a_bad_completion_request_is_told_why(
-    served: Running, change: dict[str, object], param: str | None, sentence: str
+@pytest.mark.parametrize(
+    ("path", "asked", "change", "param", "sentence"),
+    [
+        *(("completions", COMPLETION, *each) for each in BAD_COMPLETIONS),
+        *(("chat/completions", CHAT, *each) for each in BAD_CHATS),
+    ],
+)
+def test_a_bad_request_is_told_why(
+    served: Running, path: str, asked: Any, change: Any, param: str | None, sentence: str
 ) -> None:
-    error = error_of(post(served, "completions", json={**COMPLETION, **change}), 400)
+    body = json.dumps({**asked, **change}).encode()  # in ASCII: it may have half a character
+    error = error_of(post(served, path, content=body, headers=JSON), 400)
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
-    assert sentence in str(error["message"])
-
-
-@pytest.mark.parametrize("schema", ['{"const": "\\ud800"}', '{"\\ud800": 1}'])
-def test_half_a_character_in_a_schema_is_a_sentence(served: Running, schema: str) -> None:
-    wanted = f'{{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}'
-    body = f'{{"model": "{MODEL}", "prompt": "x", "response_format": {wanted}}}'
-    headers = {"Content-Type": "application/json"}
-    error = error_of(post(served, "completions", content=body, headers=headers), 400)
-    assert (
-        error["message"] == "response_format has half of a surrogate pair; send whole characters."
-    )
-
-
-@pytest.mark.parametrize(("change", "param", "sentence"), BAD_CHATS)
-def test_a_bad_chat_request_is_told_why(
-    served: Running, change: dict[str, object], param: str | None, sentence: str
-) -> None:
-    error = error_of(post(served, "chat/completions", json={**CHAT, **change}), 400)
-    assert error["param"] == param
-    assert sentence in str(error["message"])
+    assert sentence in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -337,15 +304,14 @@ def test_a_bad_chat_request_is_told_why(
     ],
 )
 def test_a_body_that_is_no_request_is_told_why(served: Running, body: bytes, sentence: str) -> None:
-    headers = {"Content-Type": "application/json"}
-    error = error_of(post(served, "completions", content=body, headers=headers), 400)
-    assert sentence in str(error["message"])
+    error = error_of(post(served, "completions", content=body, headers=JSON), 400)
+    assert sentence in error["message"]
 
 
 def test_a_body_that_does_not_say_it_is_json_is_told_so(served: Running) -> None:
     body = json.dumps(COMPLETION).encode()
     error = error_of(post(served, "completions", content=body), 400)
-    assert 'sent with the header "Content-Type: application/json"' in str(error["message"])
+    assert 'sent with the header "Content-Type: application/json"' in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -372,9 +338,9 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
 
 def test_unknown_paths_and_methods_have_the_same_shape(served: Running) -> None:
     missing = error_of(httpx.get(f"{served.url}/v2/nothing"), 404)
-    assert "/v1/chat/completions" in str(missing["message"])
+    assert "/v1/chat/completions" in missing["message"]
     answer = httpx.get(f"{served.url}/v1/completions")
-    assert "use POST" in str(error_of(answer, 405)["message"])
+    assert "use POST" in error_of(answer, 405)["message"]
     assert answer.headers["allow"] == "POST"
 
 
@@ -413,7 +379,7 @@ def test_what_does_not_fit_the_context_is_refused(
 ) -> None:
     error = error_of(post(short, "completions", json={**COMPLETION, **change}), 400)
     assert error["code"] == "context_length_exceeded"
-    assert sentence in str(error["message"])
+    assert sentence in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -433,7 +399,7 @@ def test_a_context_error_says_which_setting_made_the_limit(
     with Engine(config) as engine, running(engine) as made:
         asked = {**COMPLETION, "prompt": [5] * 90, "max_tokens": 9000}
         error = error_of(post(made, "completions", json=asked), 400)
-        assert str(error["message"]).endswith(note)
+        assert error["message"].endswith(note)
         with pytest.raises(RequestError) as caught:
             engine.submit([5] * 90, SamplingParams(max_tokens=9000))
         assert str(caught.value).endswith(note)
@@ -480,21 +446,13 @@ def test_without_the_key_nothing_is_served(
     answer = httpx.get(f"{guarded.url}{path}", headers=headers)
     error = error_of(answer, 401)
     assert error["code"] == "invalid_api_key"
-    assert sentence in str(error["message"])
+    assert sentence in error["message"]
     assert "right-key" not in answer.text
-
-
-def test_with_the_key_and_for_health_checks_the_door_is_open(guarded: Running) -> None:
-    with guarded.client("right-key") as client:
-        assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
-    with guarded.client("wrong") as client, pytest.raises(openai.AuthenticationError):
-        client.models.list()
-    assert httpx.get(f"{guarded.url}/health").json()["status"] == "ok"
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_body_above_the_limit_is_refused(guarded: Running, is_chunked: bool) -> None:
-    headers = {"Authorization": "Bearer right-key", "Content-Type": "application/json"}
+    headers = {**JSON, "Authorization": "Bearer right-key"}
 
     def long_body() -> Iterator[bytes]:
         for _ in range(300):
@@ -502,11 +460,10 @@ def test_a_body_above_the_limit_is_refused(guarded: Running, is_chunked: bool) -
 
     content = long_body() if is_chunked else b"x" * 3_000_000
     error = error_of(post(guarded, "completions", content=content, headers=headers), 413)
-    assert "longer than 2000 bytes" in str(error["message"])
-    exact = json.dumps(COMPLETION).encode().ljust(2000)
-    assert post(guarded, "completions", content=exact, headers=headers).status_code == 200
-    longer = exact + b" "
-    assert post(guarded, "completions", content=longer, headers=headers).status_code == 413
+    assert "longer than 2000 bytes" in error["message"]
+    for length, status in ((2000, 200), (2001, 413)):
+        body = json.dumps(COMPLETION).encode().ljust(length)
+        assert post(guarded, "completions", content=body, headers=headers).status_code == status
 
 
 # -- failures of the server itself ----------------------------------------------------------------
@@ -585,7 +542,7 @@ def test_a_defect_is_a_500_and_its_text_stays_inside(
         answer = post(made, "completions", json={**COMPLETION, "prompt": "plugh"})
         error = error_of(answer, 500)
         assert error["type"] == "server_error"
-        assert answer.headers["x-request-id"] in str(error["message"])
+        assert answer.headers["x-request-id"] in error["message"]
         assert httpx.get(f"{made.url}/health").status_code == 200
     assert "KeyError" in caplog.text
     assert answer.headers["x-request-id"] in caplog.text

@@ -21,7 +21,8 @@ from kvtier.observe.block_events import BlockEvents, BlockLog
 from kvtier.observe.event_peers import MAX_PEERS, NUM_REFUSED
 from kvtier.observe.publisher import END, Publisher, is_local
 from kvtier.serve.engine import Engine, EngineConfig, SamplingParams
-from kvtier.serve.server import ServerConfig, Service
+from kvtier.serve.server.config import ServerConfig
+from kvtier.serve.server.service import Service
 from tests.kit.waiting import wait_until
 from tests.observe.test_block_events import Reader
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner, Result
 
 from kvtier.core.types import DEVICE, HOST
 from kvtier.plan.explain import COMPUTED
 from kvtier.serve.engine import Engine
-from kvtier.serve.server import ServerConfig
-from kvtier.tools.cli import app
+from kvtier.serve.server.config import ServerConfig
+from tests.kit.cli import kvtier, refused
 
 from .conftest import MODEL, Running, running
+from .raw import error_of
 
 pytestmark = pytest.mark.engine
 
@@ -84,19 +84,14 @@ def test_the_end_of_a_stream_explains(served: Running, prefix: str) -> None:
         assert all(("usage" in chunk) == bool(options) for chunk in chunks)
 
 
-def test_a_chat_is_explained_too(served: Running, prefix: str) -> None:
-    body = {"messages": [{"role": "user", "content": prefix}]}
-    usage = ask(served, body, "chat/completions").json()["usage"]
-    (found,) = usage["kvtier"]
-    assert found["prompt_tokens"] == usage["prompt_tokens"]
-
-
 def test_each_prompt_of_a_request_is_explained_once(served: Running, prefix: str) -> None:
     usage = ask(served, {"prompt": ["short", prefix], "n": 2}).json()["usage"]
-    found = usage["kvtier"]
-    assert [each["prompt_tokens"] for each in found] == [
+    assert [each["prompt_tokens"] for each in usage["kvtier"]] == [
         len(served.engine.tokenizer.encode(text)) for text in ("short", prefix)
     ]
+    body = {"messages": [{"role": "user", "content": prefix}]}
+    usage = ask(served, body, "chat/completions").json()["usage"]
+    assert [each["prompt_tokens"] for each in usage["kvtier"]] == [usage["prompt_tokens"]]
 
 
 def test_who_does_not_ask_gets_no_explanation(served: Running) -> None:
@@ -112,10 +107,8 @@ def test_who_does_not_ask_gets_no_explanation(served: Running) -> None:
 def test_a_header_that_says_neither_yes_nor_no_is_refused(served: Running) -> None:
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
     url, headers = f"{served.url}/v1/completions", {"X-KVTier-Explain": "please"}
-    answer = httpx.post(url, json=body, headers=headers)
-    assert answer.status_code == 400
-    message = answer.json()["error"]["message"]
-    assert message == 'X-KVTier-Explain is "please"; send 1 to have it, or 0.'
+    error = error_of(httpx.post(url, json=body, headers=headers), 400)
+    assert error["message"] == 'X-KVTier-Explain is "please"; send 1 to have it, or 0.'
 
 
 def test_an_answer_that_ends_at_a_stop_string_is_explained(served: Running, prefix: str) -> None:
@@ -124,10 +117,6 @@ def test_an_answer_that_ends_at_a_stop_string_is_explained(served: Running, pref
 
 
 # -- the command -----------------------------------------------------------------------------------
-
-
-def command(*arguments: str, text: str = "", **variables: str) -> Result:
-    return CliRunner().invoke(app, ["explain", *arguments], input=text, env=variables)
 
 
 def test_the_command_shows_a_table_that_says_it_all(
@@ -139,7 +128,7 @@ def test_the_command_shows_a_table_that_says_it_all(
     served.engine.clear_tier(DEVICE)
     file = tmp_path / "prompt"
     file.write_text(prompt)
-    shown = command(served.url, "--prompt-file", str(file), COLUMNS="200")
+    shown = kvtier("explain", served.url, "--prompt-file", str(file), COLUMNS="200")
     assert shown.exit_code == 0, shown.output
     text = shown.stdout
     found = explained(served, prompt)  # the same prompt again: all of it is now on the device
@@ -154,17 +143,23 @@ def test_the_command_shows_a_table_that_says_it_all(
 
 
 def test_the_command_reads_stdin_and_prints_json(served: Running) -> None:
-    shown = command(f"{served.url}/v1/", "--json", text="some words")
+    shown = kvtier("explain", f"{served.url}/v1/", "--json", stdin="some words")
     assert shown.exit_code == 0, shown.output
     assert json.loads(shown.stdout)["parts"][0]["from"] == COMPUTED
 
 
 def test_the_command_has_a_key_and_a_salt(engine: Engine) -> None:
     with running(engine, ServerConfig(api_key="k")) as made:
-        assert "refuses" in command(made.url, text="x").stderr
+        assert "refuses" in kvtier("explain", made.url, stdin="x").stderr
         for salt, num in (("a", 0), ("a", 1), ("b", 0)):
-            shown = command(
-                made.url, "--salt", salt, "--json", text="words " * 400, KVTIER_API_KEY="k"
+            shown = kvtier(
+                "explain",
+                made.url,
+                "--salt",
+                salt,
+                "--json",
+                stdin="words " * 400,
+                KVTIER_API_KEY="k",
             )
             assert (json.loads(shown.stdout)["reused_tokens"] > 0) == num
 
@@ -181,16 +176,13 @@ def test_the_command_has_a_key_and_a_salt(engine: Engine) -> None:
 def test_what_the_command_cant_do_is_told_in_one_sentence(
     served: Running, url: str | None, text: str, sentence: str
 ) -> None:
-    shown = command(url or served.url, text=text)
-    assert shown.exit_code == 2
+    shown = kvtier("explain", url or served.url, stdin=text)
+    assert (shown.exit_code, len(shown.stderr.splitlines())) == (2, 1)
     assert sentence in shown.stderr
-    assert "Traceback" not in shown.output
-    assert len(shown.stderr.splitlines()) == 1
 
 
 def test_a_prompt_that_is_no_text_is_told(served: Running, tmp_path: Any) -> None:
     file = tmp_path / "prompt"
     file.write_bytes(b"\xff\xfe")
-    shown = command(served.url, "--prompt-file", str(file))
-    assert "prompt_file: byte 0 is not UTF-8" in shown.stderr
-    assert "No such file" in command(served.url, "--prompt-file", str(tmp_path / "no")).stderr
+    for path, sentence in ((file, "byte 0 is not UTF-8"), (tmp_path / "no", "No such file")):
+        assert sentence in refused("explain", served.url, "--prompt-file", str(path))

@@ -18,7 +18,7 @@ from contextlib import suppress
 import pytest
 
 from kvtier.serve.engine import Engine, EngineConfig
-from kvtier.serve.server import ServerConfig
+from kvtier.serve.server.config import ServerConfig
 from tests.fuzz.mutations import damage, mutate
 
 from .conftest import MODEL, Running, running

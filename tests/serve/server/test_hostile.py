@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from kvtier.serve.engine import Engine
-from kvtier.serve.server import ServerConfig, bodies
+from kvtier.serve.server import bodies
+from kvtier.serve.server.config import ServerConfig
 from kvtier.serve.server.errors import show
 from tests.kit.waiting import wait_until
 
@@ -23,9 +24,12 @@ CHAT = "/v1/chat/completions"
 MIB = 1 << 20
 
 
-def body_of(head: str, middle: str, tail: str) -> bytes:
-    """Return a body of 8 MiB, most of it ``middle`` repeated."""
-    return (head + middle * ((8 * MIB - len(head) - len(tail)) // len(middle)) + tail).encode()
+def sent_body(body: tuple[str, str, str] | dict[str, object] | bytes) -> bytes:
+    """Return a body: 8 MiB of a head, a repeated middle and a tail; a request; or as it is."""
+    if isinstance(body, tuple):
+        head, middle, tail = body
+        return (head + middle * ((8 * MIB - len(head) - len(tail)) // len(middle)) + tail).encode()
+    return json.dumps({"model": MODEL, **body}).encode() if isinstance(body, dict) else body
 
 
 BEGIN = f'{{"model":"{MODEL}",'
@@ -47,19 +51,7 @@ BEGIN = f'{{"model":"{MODEL}",'
         (COMPLETIONS, (BEGIN + '"prompt":"x","', "k", '":1}'), "a text of more than"),
         (COMPLETIONS, (BEGIN + '"prompt":"', "\\", '"}'), "a text of more than"),
         (COMPLETIONS, ("", " ", "x"), "not valid JSON"),
-    ],
-)
-def test_eight_mib_are_refused_with_a_sentence(
-    served: Running, path: str, body: tuple[str, str, str], sentence: str
-) -> None:
-    answer = answered(served, request(path, body_of(*body)))
-    assert answer.status == 400
-    assert sentence in answer.message
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "sentence"),
-    [
+        # Requests that pass the scan of their body.
         (CHAT, {"messages": [{}] * 5000}, "messages[0].role is missing"),
         (COMPLETIONS, {"prompt": [[1]] * 5000}, "asks for 5000 choices; ask for at most 64"),
         (COMPLETIONS, {"prompt": ["x"] * 5000}, "asks for 5000 choices; ask for at most 64"),
@@ -72,32 +64,35 @@ def test_eight_mib_are_refused_with_a_sentence(
         (COMPLETIONS, {"prompt": [int("9" * 60)]}, "token ids outside"),
         (COMPLETIONS, {"prompt": "x", "cache_salt": "s" * 2000}, "but must have at most 1024"),
         (CHAT, {"messages": [{"role": "user", "content": " " * 400_000}]}, "has 4000"),
+        # Bodies that programs read differently.
+        (
+            COMPLETIONS,
+            b'{"model":"kvtier-tiny","prompt":"x","prompt":"y"}',
+            'The key "prompt" is given twice',
+        ),
+        (
+            COMPLETIONS,
+            b'{"model":"kvtier-tiny","prompt":"x","metadata":{"a":1,"a":1}}',
+            'The key "a" is given',
+        ),
+        (COMPLETIONS, ASKED.decode().encode("utf-16"), "is not UTF-8"),
+        (COMPLETIONS, ASKED.decode().encode("utf-16-le"), "not valid JSON"),
+        (COMPLETIONS, b"\xef\xbb\xbf" + ASKED, "not valid JSON"),
+        (COMPLETIONS, b'{"model":"kvtier-tiny","prompt":"x","top_p":1e999}', "top_p is Infinity"),
+        (
+            COMPLETIONS,
+            b'{"model":"kvtier-tiny","prompt":"x","max_tokens":1e3}',
+            "max_tokens is 1000.0",
+        ),
     ],
 )
-def test_what_passes_the_scan_is_refused_as_briefly(
-    served: Running, path: str, body: dict[str, object], sentence: str
+def test_a_hostile_body_is_refused_with_a_sentence(
+    served: Running,
+    path: str,
+    body: tuple[str, str, str] | dict[str, object] | bytes,
+    sentence: str,
 ) -> None:
-    answer = answered(served, request(path, json.dumps({"model": MODEL, **body}).encode()))
-    assert answer.status == 400
-    assert sentence in answer.message
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        (b'{"model":"kvtier-tiny","prompt":"x","prompt":"y"}', 'The key "prompt" is given twice'),
-        (b'{"model":"kvtier-tiny","prompt":"x","metadata":{"a":1,"a":1}}', 'The key "a" is given'),
-        (ASKED.decode().encode("utf-16"), "is not UTF-8"),
-        (ASKED.decode().encode("utf-16-le"), "not valid JSON"),
-        (b"\xef\xbb\xbf" + ASKED, "not valid JSON"),
-        (b'{"model":"kvtier-tiny","prompt":"x","top_p":1e999}', "top_p is Infinity"),
-        (b'{"model":"kvtier-tiny","prompt":"x","max_tokens":1e3}', "max_tokens is 1000.0"),
-    ],
-)
-def test_what_programs_read_differently_is_refused(
-    served: Running, body: bytes, sentence: str
-) -> None:
-    answer = answered(served, request(COMPLETIONS, body))
+    answer = answered(served, request(path, sent_body(body)))
     assert answer.status == 400
     assert sentence in answer.message
 

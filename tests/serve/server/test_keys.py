@@ -13,7 +13,7 @@ import pytest
 from kvtier.core.errors import ConfigError
 from kvtier.node.client.control import ServerControlClient
 from kvtier.serve.engine import Engine
-from kvtier.serve.server import ServerConfig
+from kvtier.serve.server.config import ServerConfig
 from kvtier.serve.server.gate import ApiKeys
 
 from .conftest import running

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier.core.errors import ConfigError
-from kvtier.serve.server import bind
+from kvtier.serve.server.listener import bind
 
 STREAM = (socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
 V6 = (socket.AF_INET6, *STREAM, ("::1", 0, 0, 0))

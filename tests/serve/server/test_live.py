@@ -7,10 +7,10 @@ import pytest
 
 from kvtier.observe.live.files import HEADERS, LIVE_PATH, TYPES
 from kvtier.serve.engine import Engine
-from kvtier.serve.server import ServerConfig
+from kvtier.serve.server.config import ServerConfig
 
 from .conftest import MODEL, Running, running
-from .test_metrics import samples
+from .raw import samples
 
 pytestmark = pytest.mark.engine
 

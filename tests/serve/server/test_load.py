@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Iterator
-from threading import Event, Thread
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from kvtier.serve.engine import Engine, EngineConfig
-from kvtier.serve.server import ServerConfig
+from kvtier.serve.server.config import ServerConfig
 from tests.kit.waiting import wait_until
 
-from .conftest import MODEL, Running, running
+from .conftest import MODEL, Running, busy, running
+from .raw import COMPLETIONS, connect, head, read, request, samples
 
 pytestmark = pytest.mark.engine
 
@@ -68,46 +66,24 @@ def test_32_clients_at_once_get_their_answers(served: Running, prefix: str) -> N
 
 def test_a_full_queue_answers_429_and_keeps_nothing(narrow: Running) -> None:
     engine = narrow.engine
-    may_go_on, is_held = Event(), Event()
-
-    def hold() -> None:
-        is_held.set()
-        may_go_on.wait(60)
-
-    holder = Thread(target=lambda: engine.call(hold))
-    holder.start()
-    assert is_held.wait(30)
     asked: Any = {"model": MODEL, "prompt": "x", "max_tokens": 2}
     with narrow.client() as client:
         # Three choices do not fit: none of them is queued, so two others fit.
-        with pytest.raises(openai.RateLimitError):
+        with busy(engine), pytest.raises(openai.RateLimitError):
             client.completions.create(model=MODEL, prompt="x", n=3, **ENDLESS)
-        may_go_on.set()
-        holder.join()
         wait_until(lambda: is_idle(engine), "the refused choices are gone")
-
-        may_go_on.clear()
-        is_held.clear()
-        holder = Thread(target=lambda: engine.call(hold))
-        holder.start()
-        assert is_held.wait(30)
-        answers: list[httpx.Response] = []
-        waiting = Thread(
-            target=lambda: answers.append(
-                httpx.post(f"{narrow.url}/v1/completions", json={**asked, "n": 2}, timeout=60)
-            )
-        )
-        waiting.start()
-        wait_until(lambda: engine.num_waiting == 2, "both choices wait")
-        with pytest.raises(openai.RateLimitError) as caught:
-            client.completions.create(**asked)
-        assert caught.value.response.headers["retry-after"] == "1"
-        assert caught.value.code == "rate_limit_exceeded"
-        assert "try again" in str(caught.value)
-        may_go_on.set()
-        holder.join()
-        waiting.join(60)
-    assert [answer.status_code for answer in answers] == [200]
+        with connect(narrow) as connection:
+            with busy(engine):
+                connection.sendall(request_for({**asked, "n": 2}))
+                wait_until(lambda: engine.num_waiting == 2, "both choices wait")
+                with pytest.raises(openai.RateLimitError) as caught:
+                    client.completions.create(**asked)
+            answer = read(connection)
+    assert answer is not None
+    assert answer.status == 200
+    assert caught.value.response.headers["retry-after"] == "1"
+    assert caught.value.code == "rate_limit_exceeded"
+    assert "try again" in str(caught.value)
 
 
 def test_a_client_that_leaves_a_stream_ends_its_request(narrow: Running) -> None:
@@ -123,7 +99,8 @@ def test_a_client_that_leaves_a_stream_ends_its_request(narrow: Running) -> None
 def test_a_client_that_leaves_while_it_waits_ends_its_requests(narrow: Running) -> None:
     before = counted(narrow, 499)
     body = {"model": MODEL, "prompt": "x", "max_tokens": 7000, "ignore_eos": True, "n": 2}
-    with post_raw(narrow, json.dumps(body).encode()):
+    with connect(narrow) as connection:
+        connection.sendall(request_for(body))
         engine = narrow.engine
         wait_until(lambda: engine.num_running == engine.num_waiting == 1, "one runs, one waits")
     wait_until(lambda: is_idle(narrow.engine), "both choices end with their client")
@@ -131,38 +108,10 @@ def test_a_client_that_leaves_while_it_waits_ends_its_requests(narrow: Running) 
 
 
 def test_a_client_that_leaves_before_it_asked_is_no_trouble(served: Running) -> None:
-    with post_raw(served, b'{"model": "kv', length=100):
-        pass
+    with connect(served) as connection:
+        connection.sendall(head(COMPLETIONS, "Content-Length: 100") + b'{"model": "kv')
     with served.client() as client:
         assert client.models.list()
-
-
-def test_tokenizing_does_not_hold_up_others(
-    served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_go_on, is_in = Event(), Event()
-    encode = served.engine.tokenizer.encode
-
-    def slowly(text: str, special_tokens: bool = False) -> list[int]:
-        is_in.set()
-        assert may_go_on.wait(60)
-        return encode(text, special_tokens=special_tokens)
-
-    monkeypatch.setattr(served.engine.tokenizer, "encode", slowly)
-    answers: list[httpx.Response] = []
-    asked: Any = {"model": MODEL, "prompt": "x", "max_tokens": 1}
-    thread = Thread(
-        target=lambda: answers.append(
-            httpx.post(f"{served.url}/v1/completions", json=asked, timeout=60)
-        )
-    )
-    thread.start()
-    assert is_in.wait(30)
-    assert httpx.get(f"{served.url}/health").status_code == 200
-    assert not answers
-    may_go_on.set()
-    thread.join(60)
-    assert [answer.status_code for answer in answers] == [200]
 
 
 class Wordy:
@@ -198,7 +147,8 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_end(
     monkeypatch.setattr("kvtier.serve.server.run.PATIENCE_S", 1)
     body = {"model": MODEL, "prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True}
     with running(Wordy(engine), ServerConfig(shutdown_grace_s=0)) as made:
-        unread = post_raw(made, json.dumps(body).encode())
+        unread = connect(made)
+        unread.sendall(request_for(body))
         unread.recv(1)
         wait_until(lambda: is_idle(engine), "all is generated, and more than fits on the way")
     unread.close()
@@ -214,20 +164,8 @@ def test_more_choices_than_allowed_are_refused(engine: Engine) -> None:
 
 def counted(served: Running, status: int) -> float:
     """Return the number of completion requests that ended with ``status``."""
-    text = httpx.get(f"{served.url}/metrics").text
-    name = f'kvtier_server_requests_total{{endpoint="completions",status="{status}"}} '
-    return sum(
-        float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name)
-    )
+    return samples(served)["kvtier_server_requests_total", "completions", str(status)]
 
 
-def post_raw(served: Running, body: bytes, length: int | None = None) -> socket.socket:
-    """Send a request without waiting for the answer. Return the connection."""
-    host, port = served.url.removeprefix("http://").split(":")
-    made = socket.create_connection((host, int(port)), timeout=60)
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {length or len(body)}\r\n\r\n"
-    )
-    made.sendall(head.encode() + body)
-    return made
+def request_for(asked: dict[str, Any]) -> bytes:
+    return request(COMPLETIONS, json.dumps(asked).encode())

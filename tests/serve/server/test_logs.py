@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.kit.cli import refused
+
 from .conftest import MODEL
 from .program import program
 from .test_shutdown import end
@@ -75,8 +77,5 @@ def test_nothing_that_was_asked_is_logged() -> None:
 
 
 def test_a_format_that_there_is_not_is_told() -> None:
-    from .test_cli import kvtier
-
-    result = kvtier("serve", "--port", "0", KVTIER_LOG_FORMAT="xml")
-    assert result.exit_code == 2
-    assert "KVTIER_LOG_FORMAT='xml' in the environment: use text or json" in result.stderr
+    said = refused("serve", "--port", "0", KVTIER_LOG_FORMAT="xml")
+    assert "KVTIER_LOG_FORMAT='xml' in the environment: use text or json" in said

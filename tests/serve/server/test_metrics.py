@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.observe import specs
 from kvtier.serve.engine import Engine
 
 from .conftest import MODEL, Running, running
+from .raw import samples
 
 pytestmark = pytest.mark.engine
-
-
-def samples(served: Running) -> dict[tuple[str, ...], float]:
-    """Return values by (name, label values in their order ...)."""
-    text = httpx.get(f"{served.url}/metrics").text
-    return {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 def test_requests_and_tokens_are_counted(engine: Engine, prefix: str) -> None:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from kvtier.serve.engine import Engine
-from kvtier.serve.server import ServerConfig
-from kvtier.tools.cli import app
+from kvtier.serve.server.config import ServerConfig
+from tests.kit.cli import kvtier
 
 from .conftest import MODEL, Running, running
 
 pytestmark = pytest.mark.engine
-
-
-def kvtier(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
 
 
 def test_ping_says_how_long_the_answer_took(served: Running) -> None:

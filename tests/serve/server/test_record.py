@@ -8,16 +8,17 @@ from pathlib import Path
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
 from kvtier.observe.recording import Chains
 from kvtier.serve.engine import Engine
-from kvtier.serve.server import ServerConfig
-from kvtier.tools.cli import app
+from kvtier.serve.server.config import ServerConfig
 from kvtier.tools.replay.segments import find_segments
 from kvtier.tools.replay.traces import ReadOptions, read_traces
+from tests.kit.cli import kvtier, refused
+from tests.kit.waiting import wait_until
 
-from .conftest import MODEL, running
+from .conftest import MODEL, cached, running
+from .raw import metrics_of
 
 pytestmark = pytest.mark.engine
 
@@ -49,13 +50,8 @@ def test_requests_are_recorded_and_replayed(engine: Engine, prefix: str, tmp_pat
     same = len(engine.tokenizer.encode(prefix)) // trace.block_tokens
     # Another tenant shares no blocks, nor does a request without a salt.
     assert shared.tolist() == [0, pytest.approx(same, abs=1), 0, 0, 0]
-    usage = usages[1]
-    assert usage is not None
-    assert usage.prompt_tokens_details is not None
-    cached = usage.prompt_tokens_details.cached_tokens
     # The engine reuses only whole chunks of the blocks that the recording counts as shared.
-    assert cached is not None
-    assert 0 < cached <= shared[1] * trace.block_tokens
+    assert 0 < cached(usages[1]) <= shared[1] * trace.block_tokens
     assert prefix.split()[1].encode() not in path.read_bytes()
 
 
@@ -77,12 +73,8 @@ def test_what_is_recorded_is_counted(engine: Engine, tmp_path: Path) -> None:
     config = ServerConfig(record=str(tmp_path / "trace"))
     with running(engine, config) as made, made.client() as client:
         client.completions.create(model=MODEL, prompt="x", max_tokens=1)
-        text = httpx.get(f"{made.url}/metrics").text
-        for _ in range(1000):
-            if 'recorded_requests_total{outcome="written"} 1.0' in text:
-                break
-            text = httpx.get(f"{made.url}/metrics").text
-    assert 'kvtier_server_recorded_requests_total{outcome="written"} 1.0' in text
+        written = 'kvtier_server_recorded_requests_total{outcome="written"} 1.0'
+        wait_until(lambda: written in metrics_of(made), "it is counted")
 
 
 def test_a_replay_of_a_recording_says_what_it_can(
@@ -92,8 +84,7 @@ def test_a_replay_of_a_recording_says_what_it_can(
     with running(engine, ServerConfig(record=str(path))) as made, made.client() as client:
         for _ in range(3):
             client.completions.create(model=MODEL, prompt=prefix, max_tokens=1)
-    arguments = ["replay", str(path), "--no-report", "--json", "-", "--sizes", "1GiB"]
-    result = CliRunner().invoke(app, arguments)
+    result = kvtier("replay", str(path), "--no-report", "--json", "-", "--sizes", "1GiB")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["trace"]["requests"] == 3
@@ -108,8 +99,4 @@ def test_what_cant_be_recorded_to_is_told(tmp_path: Path) -> None:
         (tmp_path, "can't write"),
         (tmp_path / "typo" / "trace", "typo; make it first"),
     ):
-        options = ["serve", "--port", "0", "--record", str(value), "--device-capacity", "8MiB"]
-        result = CliRunner().invoke(app, [*options, "--host-capacity", "0"])
-        assert result.exit_code == 2
-        assert sentence in result.stderr
-        assert "Traceback" not in result.output
+        assert sentence in refused("serve", "--port", "0", "--record", str(value))

@@ -12,11 +12,12 @@ import pytest
 
 from kvtier.observe.live.files import LIVE_PATH
 from kvtier.serve.engine import Engine
-from kvtier.serve.server import ServerConfig, bodies
+from kvtier.serve.server import bodies
+from kvtier.serve.server.config import ServerConfig
 from kvtier.serve.server.metrics import CacheMetrics
 from tests.kit.waiting import wait_until
 
-from .conftest import MODEL, Running, running
+from .conftest import MODEL, Running, busy, running
 from .raw import (
     ASKED,
     COMPLETIONS,
@@ -171,29 +172,34 @@ def test_too_many_long_requests_are_refused_and_not_kept(
         assert sorted(answer.status for answer in answers if answer) == [400] * 5 + [503] * 3
 
 
+def test_tokenizing_does_not_hold_up_others(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, sent = served.engine.tokenizer, request(COMPLETIONS, ASKED)
+    with held(tokenizer, monkeypatch, is_long=False) as gate, asking(served, sent, 1) as answers:
+        assert gate.is_in.wait(30)
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        assert not answers
+        gate.may_go_on.set()
+    assert [answer and answer.status for answer in answers] == [200]
+
+
 def test_metrics_do_not_wait_for_a_busy_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_go_on, is_held = Event(), Event()
-
-    def hold() -> None:
-        is_held.set()
-        assert may_go_on.wait(60)
-
     with running(engine) as made:
         before = metrics_of(made)
         monkeypatch.setattr(CacheMetrics, "PATIENCE_S", 0.05)
-        holder = Thread(target=lambda: engine.call(hold))
-        holder.start()
-        assert is_held.wait(30)
-        meanwhile = metrics_of(made)
-        assert "kvtier_server_requests_total" in meanwhile
-        slots = [line for line in before.splitlines() if line.startswith("kvtier_slots")]
-        assert slots
-        assert [line for line in meanwhile.splitlines() if line.startswith("kvtier_slots")] == slots
-        assert httpx.get(f"{made.url}/health").status_code == 200
-        may_go_on.set()
-        holder.join()
+        with busy(engine):
+            meanwhile = metrics_of(made)
+            assert httpx.get(f"{made.url}/health").status_code == 200
+    assert "kvtier_server_requests_total" in meanwhile
+    slots, then = (
+        [line for line in text.splitlines() if line.startswith("kvtier_slots")]
+        for text in (before, meanwhile)
+    )
+    assert slots
+    assert then == slots
 
 
 def test_a_wrong_key_is_told_before_the_body_is_there(engine: Engine) -> None:

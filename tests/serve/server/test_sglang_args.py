@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import shlex
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from kvtier.tools.cli import app
+from tests.kit.cli import kvtier, refused
 
-DISK = ["--disk-path", "/nvme/kv", "--disk-capacity", "200GiB"]
+DISK = ("--disk-path", "/nvme/kv", "--disk-capacity", "200GiB")
+HOST = ("--host-capacity", "64GiB")
+STORES = ("--storage", "valkey://cache.example", "--storage", "s3://bucket/kv")
 
 
-def test_options_are_what_sglang_reads() -> None:
-    done = CliRunner().invoke(app, ["sglang-args", *DISK, "--load-policy", "always"])
-    assert done.exit_code == 0
-    *options, value = shlex.split(done.stdout)
+def settings_of(*options: str) -> dict[str, Any]:
+    """Return the settings of the back end, or of the linker if there is host memory."""
+    done = kvtier("sglang-args", "--json", *options)
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return dict(found.get("linker_extra_config", found))
+
+
+def test_options_are_what_sglang_reads_and_json_alone_is_for_scripts() -> None:
+    given = ("sglang-args", *DISK, "--load-policy", "always")
+    *options, value = shlex.split(kvtier(*given).stdout)
     assert options == [
         "--enable-hierarchical-cache",
         "--hicache-storage-backend",
@@ -33,67 +42,47 @@ def test_options_are_what_sglang_reads() -> None:
         "disk_capacity": "200GiB",
         "load_policy": "always",
     }
+    assert kvtier(*given, "--json").stdout == value + "\n"
 
 
-def test_store_stands_in_the_place_of_the_disk() -> None:
-    done = CliRunner().invoke(app, ["sglang-args", "--storage", "valkey://cache.example"])
-    assert done.exit_code == 0
-    given = json.loads(shlex.split(done.stdout)[-1])
+def test_store_stands_in_the_place_of_the_disk_or_behind_that_of_the_linker() -> None:
+    given = settings_of(*STORES[:2])
     assert given["storage"] == "valkey://cache.example"
     assert "disk_path" not in given
-
-
-def test_stores_stand_behind_the_disk_of_the_linker() -> None:
-    stores = ["--storage", "valkey://cache.example", "--storage", "s3://bucket/kv"]
-    host = ["--host-capacity", "64GiB"]
-    done = CliRunner().invoke(app, ["sglang-args", *host, *DISK, *stores])
-    assert done.exit_code == 0
-    given = json.loads(shlex.split(done.stdout)[-1])["linker_extra_config"]
+    given = settings_of(*HOST, *DISK, *STORES)
     assert given["storage"] == ["valkey://cache.example", "s3://bucket/kv"]
     assert given["disk_path"] == "/nvme/kv"
-    done = CliRunner().invoke(app, ["sglang-args", *stores])
-    assert done.exit_code == 2
-    assert "one store is allowed here" in " ".join(done.stderr.split())
 
 
-@pytest.mark.parametrize("host", [[], ["--host-capacity", "64GiB"]])
-def test_recording_is_one_setting_more(host: list[str]) -> None:
-    done = CliRunner().invoke(app, ["sglang-args", *host, *DISK, "--record", "/log/trace"])
-    assert done.exit_code == 0
-    given = json.loads(shlex.split(done.stdout)[-1])
-    given = given.get("linker_extra_config", given)
-    assert given["record"] == "/log/trace"
-    assert "record_max_bytes" not in given
+@pytest.mark.parametrize("host", [(), HOST])
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (("--record", "/log/trace"), {"record": "/log/trace"}),
+        (("--eviction-policy", "lru"), {"eviction_policy": "lru"}),
+        (
+            ("--codec", "lossless", "--encryption-key", "env:KEYS"),
+            {"codec": "lossless", "encryption_key": "env:KEYS"},
+        ),
+    ],
+    ids=["record", "policy", "codec"],
+)
+def test_options_are_settings_of_both_fronts(
+    host: tuple[str, ...], options: tuple[str, ...], settings: dict[str, Any]
+) -> None:
+    assert settings_of(*host, *DISK, *options).items() - settings_of(*host, *DISK).items() == (
+        settings.items()
+    )
 
 
-def test_value_that_cant_be_used_is_refused() -> None:
-    done = CliRunner().invoke(app, ["sglang-args", *DISK, "--load-policy", "never"])
-    assert done.exit_code == 2
-    assert "'never' is not one of 'auto', 'always'" in " ".join(done.stderr.split())
-    done = CliRunner().invoke(app, ["sglang-args", *DISK[:3], "plenty"])
-    assert done.exit_code == 2
-    assert "can't read 'plenty' as a size" in " ".join(done.stderr.split())
-
-
-def test_policy_is_one_setting_more() -> None:
-    done = CliRunner().invoke(app, ["sglang-args", *DISK, "--eviction-policy", "lru"])
-    assert json.loads(shlex.split(done.stdout)[-1])["eviction_policy"] == "lru"
-    done = CliRunner().invoke(app, ["sglang-args", *DISK, "--eviction-policy", "fifo"])
-    assert done.exit_code == 2
-    assert "eviction_policy can't be 'fifo'" in " ".join(done.stderr.split())
-
-
-def test_json_alone_is_for_scripts() -> None:
-    pasted = CliRunner().invoke(app, ["sglang-args", *DISK]).stdout
-    raw = CliRunner().invoke(app, ["sglang-args", *DISK, "--json"]).stdout
-    assert raw == shlex.split(pasted)[-1] + "\n"
-    assert json.loads(raw)["backend_name"] == "kvtier"
-
-
-def test_codec_and_key_are_settings_of_both_fronts() -> None:
-    options = ["--storage", "s3://bucket", "--codec", "lossless", "--encryption-key", "env:KEYS"]
-    ours = {"storage": "s3://bucket", "codec": "lossless", "encryption_key": "env:KEYS"}
-    back_end = CliRunner().invoke(app, ["sglang-args", "--json", *options])
-    assert ours.items() <= json.loads(back_end.stdout).items()
-    linker = CliRunner().invoke(app, ["sglang-args", "--json", "--host-capacity=1GiB", *options])
-    assert ours.items() <= json.loads(linker.stdout)["linker_extra_config"].items()
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (STORES, "one store is allowed here"),
+        ((*DISK, "--load-policy", "never"), "'never' is not one of 'auto', 'always'"),
+        ((*DISK[:3], "plenty"), "can't read 'plenty' as a size"),
+        ((*DISK, "--eviction-policy", "fifo"), "eviction_policy can't be 'fifo'"),
+    ],
+)
+def test_what_cant_be_used_is_refused(options: tuple[str, ...], sentence: str) -> None:
+    assert sentence in refused("sglang-args", *options)

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 from threading import Thread
@@ -15,10 +14,11 @@ import httpx
 import openai
 import pytest
 
-from kvtier.observe.log_rate import BURST
+from kvtier.observe.logs import BURST
 from tests.kit.waiting import wait_until
 
 from .program import program
+from .raw import COMPLETIONS, dial, head
 
 pytestmark = pytest.mark.engine
 
@@ -32,19 +32,13 @@ def end(process: subprocess.Popen[str]) -> str:
 
 
 def refuses(url: str) -> bool:
-    host, port = url.removeprefix("http://").split(":")
     try:
-        socket.create_connection((host, int(port)), timeout=5).close()
+        dial(url).close()
     except ConnectionRefusedError:
         return True
     except ConnectionResetError:  # it was in the backlog when the socket was closed
         return False
     return False
-
-
-def connect(url: str) -> socket.socket:
-    host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def body(max_tokens: int, stream: bool) -> dict[str, object]:
@@ -83,13 +77,9 @@ def test_requests_in_flight_are_finished_and_no_new_ones_taken() -> None:
             wait_until(
                 lambda: httpx.get(f"{url}/health").json()["running"] == 2, "both requests run"
             )
-            half = connect(url)
+            half = dial(url)
             late = json.dumps(body(1, False)).encode()
-            half.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                + f"Content-Length: {len(late)}\r\n\r\n".encode()
-                + late[:5]
-            )
+            half.sendall(head(COMPLETIONS, f"Content-Length: {len(late)}") + late[:5])
             wait_until(
                 lambda: '{endpoint="models",status="200"} 1.0' in httpx.get(f"{url}/metrics").text,
                 "the server reads",
@@ -180,7 +170,7 @@ def test_without_a_free_descriptor_the_log_stays_short_and_the_server_comes_back
         num_open = len(os.listdir(f"/proc/{process.pid}/fd"))
         _, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (num_open + 20, hard))
-        clients = [connect(url) for _ in range(200)]
+        clients = [dial(url) for _ in range(200)]
         wait_until(
             lambda: len(os.listdir(f"/proc/{process.pid}/fd")) >= num_open + 20, "all are taken"
         )

@@ -16,20 +16,19 @@ import httpx
 import openai
 import pytest
 from cryptography.hazmat.primitives import serialization
-from typer.testing import CliRunner
 
 from kvtier.control.doorman import NUM_RESERVED
 from kvtier.core.errors import ConfigError
 from kvtier.serve.engine import Engine
-from kvtier.serve.server import ServerConfig
+from kvtier.serve.server.config import ServerConfig
 from kvtier.serve.server.tls import Certificate
-from kvtier.tools.cli import app
+from tests.kit.cli import refused
 from tests.kit.waiting import wait_until
 
 from .certificates import Authority, Files
 from .conftest import MODEL, Running, running
 from .program import program
-from .raw import COMPLETIONS, is_closed, read, request
+from .raw import COMPLETIONS, connect, is_closed, read, request, samples
 
 pytestmark = pytest.mark.engine
 
@@ -50,25 +49,18 @@ def encrypted(engine: Engine, authority: Authority) -> Iterator[Running]:
         yield made
 
 
-def address(served: Running) -> tuple[str, int]:
-    host, port = served.url.removeprefix("https://").split(":")
-    return host, int(port)
-
-
 @contextmanager
 def connected(served: Running, authority: Authority) -> Iterator[ssl.SSLSocket]:
     with (
-        socket.create_connection(address(served), timeout=60) as raw,
+        connect(served) as raw,
         authority.context().wrap_socket(raw, server_hostname="127.0.0.1") as made,
     ):
         yield made
 
 
 def closed_for(served: Running, authority: Authority, reason: str) -> float:
-    answer = httpx.get(f"{served.url}/metrics", verify=authority.context(), headers=KEY, timeout=60)
-    name = f'kvtier_server_closed_connections_total{{reason="{reason}"}} '
-    found = [line for line in answer.text.splitlines() if line.startswith(name)]
-    return float(found[0].removeprefix(name)) if found else 0.0
+    found = samples(served, verify=authority.context(), headers=KEY)
+    return found["kvtier_server_closed_connections_total", reason]
 
 
 KEY = {"Authorization": "Bearer right-key"}
@@ -109,7 +101,7 @@ def test_a_request_that_comes_with_the_end_of_the_handshake_is_not_lost(
     """Built by hand, so that both are in one packet."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     session = authority.context().wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
-    with socket.create_connection(address(encrypted), timeout=60) as raw:
+    with connect(encrypted) as raw:
         is_done = False
         while not is_done:
             try:
@@ -136,7 +128,7 @@ def test_a_request_that_comes_with_the_end_of_the_handshake_is_not_lost(
 def test_plain_http_is_closed_and_counted(encrypted: Running, authority: Authority) -> None:
     before = closed_for(encrypted, authority, "tls")
     with pytest.raises(httpx.RemoteProtocolError):
-        httpx.get(f"http://127.0.0.1:{address(encrypted)[1]}/health", timeout=60)
+        httpx.get(f"http://127.0.0.1:{encrypted.url.rpartition(':')[2]}/health", timeout=60)
     wait_until(lambda: closed_for(encrypted, authority, "tls") == before + 1, "it is counted")
 
 
@@ -147,7 +139,7 @@ def test_old_versions_of_tls_are_refused(encrypted: Running, authority: Authorit
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
     context.set_ciphers("ALL:@SECLEVEL=0")
     with (
-        socket.create_connection(address(encrypted), timeout=60) as raw,
+        connect(encrypted) as raw,
         pytest.raises((ssl.SSLError, ConnectionError)),
     ):
         context.wrap_socket(raw, server_hostname="127.0.0.1")
@@ -157,22 +149,18 @@ def test_old_versions_of_tls_are_refused(encrypted: Running, authority: Authorit
 def test_a_handshake_that_does_not_end_is_closed_in_time(
     engine: Engine, authority: Authority
 ) -> None:
-    files = authority.write()
-    with running(engine, config(files, header_timeout_s=0.5)) as made:
-        with socket.create_connection(address(made), timeout=60) as silent:
+    with running(engine, config(authority.write(), header_timeout_s=0.5)) as made:
+        with connect(made) as silent:
             silent.sendall(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a handshake
             assert is_closed(silent)
         with connected(made, authority) as slow:  # the handshake ends, but no request follows
             assert is_closed(slow)
-        answer = httpx.get(f"{made.url}/metrics", verify=authority.context())
-        name = 'kvtier_server_closed_connections_total{reason="header_timeout"} 2.0'
-        assert name in answer.text
+        assert closed_for(made, authority, "header_timeout") == 2
 
 
 def test_handshakes_leave_for_those_who_ask(engine: Engine, authority: Authority) -> None:
-    files = authority.write()
-    with running(engine, config(files, max_connections=4)) as made:
-        silent = [socket.create_connection(address(made), timeout=60) for _ in range(8)]
+    with running(engine, config(authority.write(), max_connections=4)) as made:
+        silent = [connect(made) for _ in range(8)]
         with connected(made, authority) as asking:
             asking.sendall(request(COMPLETIONS, b"{}"))
             answer = read(asking)
@@ -186,18 +174,16 @@ def test_handshakes_leave_for_those_who_ask(engine: Engine, authority: Authority
 def test_who_is_gone_before_the_handshake_ends_leaves_nothing(
     engine: Engine, authority: Authority
 ) -> None:
-    files = authority.write()
-    with running(engine, config(files, max_connections=2)) as made:
+    with running(engine, config(authority.write(), max_connections=2)) as made:
         for _ in range(2 * NUM_RESERVED):
-            with socket.create_connection(address(made), timeout=60) as gone:
+            with connect(made) as gone:
                 gone.sendall(b"\x16\x03\x01\x02\x00\x01")
                 gone.shutdown(socket.SHUT_WR)
                 assert is_closed(gone)
         with connected(made, authority) as asking:
             asking.sendall(request(COMPLETIONS, b"{}"))
             assert read(asking) is not None
-        answer = httpx.get(f"{made.url}/metrics", verify=authority.context())
-        assert 'reason="room"' not in answer.text
+        assert closed_for(made, authority, "room") == 0
 
 
 @pytest.mark.slow
@@ -318,8 +304,8 @@ def test_a_key_that_every_user_may_open_is_named_in_a_warning(
 
 
 def test_the_program_says_so_before_it_loads_a_model(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["serve", "--ssl-certfile", str(tmp_path / "x")])
-    assert done.exit_code == 2
-    assert "kvtier serve: ssl_certfile: can't read" in done.stderr
-    done = CliRunner().invoke(app, ["serve", "--ssl-keyfile", "x"])
-    assert "ssl_keyfile: there is no certificate; give ssl_certfile, too" in done.stderr
+    for options, sentence in (
+        (("--ssl-certfile", str(tmp_path / "x")), "kvtier serve: ssl_certfile: can't read"),
+        (("--ssl-keyfile", "x"), "ssl_keyfile: there is no certificate; give ssl_certfile, too"),
+    ):
+        assert sentence in refused("serve", *options)

@@ -20,7 +20,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.types import DEVICE
 from kvtier.observe.traces import PROTOCOL_VARIABLES, open_traces
 from kvtier.serve.engine import Engine
-from kvtier.serve.server import ServerConfig
+from kvtier.serve.server.config import ServerConfig
 from tests.kit.waiting import wait_until
 
 from .conftest import MODEL, running

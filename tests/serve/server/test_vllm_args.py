@@ -6,20 +6,30 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
-from typer.testing import CliRunner
+import pytest
 
 from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.core.config import CodingConfig
-from kvtier.tools.cli import app
+from tests.kit.cli import kvtier, refused
+
+NODE = ("--node", "/run/kvtier/node.sock", "--node-tenant", "team-a")
+STORE = ("--storage", "valkey://cache.example")
 
 
-def test_option_is_what_vllm_reads() -> None:
-    done = CliRunner().invoke(
-        app, ["vllm-args", "--host-capacity", "2GiB", "--blocks-per-chunk", "4"]
-    )
-    assert done.exit_code == 0
-    option, value = shlex.split(done.stdout)
+def settings_of(*options: str) -> dict[str, Any]:
+    """Return the connector's settings."""
+    done = kvtier("vllm-args", "--json", *options)
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)["kv_connector_extra_config"]
+    assert found.pop("spec_name") == "kvtier"
+    return found
+
+
+def test_option_is_what_vllm_reads_and_json_alone_is_for_scripts() -> None:
+    options = ("vllm-args", "--host-capacity", "2GiB", "--blocks-per-chunk", "4")
+    option, value = shlex.split(kvtier(*options).stdout)
     assert option == "--kv-transfer-config"
     assert json.loads(value) == {
         "kv_connector": "OffloadingConnector",
@@ -30,106 +40,81 @@ def test_option_is_what_vllm_reads() -> None:
             "blocks_per_chunk": 4,
         },
     }
-
-
-def test_json_alone_is_for_scripts() -> None:
-    options = ["vllm-args", "--host-capacity", "2GiB"]
-    pasted = CliRunner().invoke(app, options).stdout
-    raw = CliRunner().invoke(app, [*options, "--json"]).stdout
-    assert raw == shlex.split(pasted)[1] + "\n"
-    assert json.loads(raw)["kv_connector"] == "OffloadingConnector"
+    assert kvtier(*options, "--json").stdout == value + "\n"
 
 
 def test_default_of_host_memory_is_what_vllm_gets_without() -> None:
-    value = json.loads(CliRunner().invoke(app, ["vllm-args", "--json"]).stdout)
-    given = value["kv_connector_extra_config"]["host_capacity"]
+    given = settings_of()["host_capacity"]
     assert given == VllmSettings().host_capacity
     guide = (Path(__file__).parents[3] / "docs/guides/vllm.md").read_text(encoding="utf-8")
     (row,) = re.findall(r"^\| `host_capacity` \|.*\| \"(.*)\" \|$", guide, re.MULTILINE)
     assert given == row
 
 
-def test_engine_over_a_node_has_no_tier_of_its_own() -> None:
-    options = ["--node", "/run/kvtier/node.sock", "--node-tenant", "team-a"]
-    done = CliRunner().invoke(app, ["vllm-args", "--json", *options])
-    assert json.loads(done.stdout)["kv_connector_extra_config"] == {
-        "spec_name": "kvtier",
-        "node": "/run/kvtier/node.sock",
-        "node_tenant": "team-a",
-    }
-    for command in ("vllm-args", "sglang-args", "serve"):
-        long = CliRunner().invoke(app, [command, "--node", "/run/" + "d" * 110 + "/node.sock"])
-        assert long.exit_code == 2
-        assert "has 125 bytes, and that of a Unix socket at most 107" in long.stderr
-    both = CliRunner().invoke(app, ["vllm-args", *options, "--storage", "valkey://host"])
-    assert both.exit_code == 2
-    assert "node: '/run/kvtier/node.sock' has the disk and the stores" in both.stderr
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (NODE, {"node": "/run/kvtier/node.sock", "node_tenant": "team-a"}),
+        (
+            ("--disk-path", "/nvme/kv", "--disk-capacity", "200GiB"),
+            {"host_capacity": "4GiB", "disk_path": "/nvme/kv", "disk_capacity": "200GiB"},
+        ),
+        (STORE, {"host_capacity": "4GiB", "storage": "valkey://cache.example"}),
+        (
+            (*STORE, "--storage", "s3://bucket/kv", "--storage-capacity", "10TiB"),
+            {
+                "host_capacity": "4GiB",
+                "storage": ["valkey://cache.example", "s3://bucket/kv"],
+                "storage_capacity": "10TiB",
+            },
+        ),
+        (
+            ("--record", "/log/t", "--record-max-bytes", "1MiB"),
+            {"host_capacity": "4GiB", "record": "/log/t", "record_max_bytes": "1MiB"},
+        ),
+        (("--eviction-policy", "lru"), {"host_capacity": "4GiB", "eviction_policy": "lru"}),
+    ],
+    ids=["node", "disk", "store", "stores", "record", "policy"],
+)
+def test_options_are_settings_of_the_connector(
+    options: tuple[str, ...], settings: dict[str, Any]
+) -> None:
+    """An engine over a node has no tier of its own."""
+    assert settings_of(*options) == settings
 
 
-def test_capacity_of_a_disk_needs_a_disk() -> None:
-    both = ["--disk-path", "/nvme/kv", "--disk-capacity", "200GiB"]
-    done = CliRunner().invoke(app, ["vllm-args", *both])
-    _, value = shlex.split(done.stdout)
-    assert json.loads(value)["kv_connector_extra_config"] == {
-        "spec_name": "kvtier",
-        "host_capacity": "4GiB",
-        "disk_path": "/nvme/kv",
-        "disk_capacity": "200GiB",
-    }
-    done = CliRunner().invoke(app, ["vllm-args", *both[2:]])
-    assert done.exit_code == 2
-    assert "disk_capacity: '200GiB' needs a disk; name a folder in disk_path" in " ".join(
-        done.stderr.split()
-    )
-
-
-def test_stores_stand_in_a_row() -> None:
-    one = ["--storage", "valkey://cache.example"]
-    done = CliRunner().invoke(app, ["vllm-args", *one])
-    given = json.loads(shlex.split(done.stdout)[1])["kv_connector_extra_config"]
-    assert given["storage"] == "valkey://cache.example"
-    assert "storage_capacity" not in given
-    both = [*one, "--storage", "s3://bucket/kv", "--storage-capacity", "10TiB"]
-    done = CliRunner().invoke(app, ["vllm-args", *both])
-    given = json.loads(shlex.split(done.stdout)[1])["kv_connector_extra_config"]
-    assert given["storage"] == ["valkey://cache.example", "s3://bucket/kv"]
-    assert given["storage_capacity"] == "10TiB"
-    done = CliRunner().invoke(app, ["vllm-args", *one, *one])
-    assert done.exit_code == 2
-    assert "two tiers are called 'valkey'" in " ".join(done.stderr.split())
-
-
-def test_recording_is_one_setting_more() -> None:
-    done = CliRunner().invoke(
-        app, ["vllm-args", "--record", "/log/t", "--record-max-bytes", "1MiB"]
-    )
-    given = json.loads(shlex.split(done.stdout)[1])["kv_connector_extra_config"]
-    assert (given["record"], given["record_max_bytes"]) == ("/log/t", "1MiB")
-    done = CliRunner().invoke(app, ["vllm-args", "--record", "/log/t", "--record-max-bytes", "1"])
-    assert done.exit_code == 2
-    assert "record_max_bytes: '1' is below 1 MiB" in " ".join(done.stderr.split())
-
-
-def test_size_that_cant_be_read_is_refused() -> None:
-    done = CliRunner().invoke(app, ["vllm-args", "--host-capacity", "plenty"])
-    assert done.exit_code == 2
-    assert "can't read 'plenty' as a size" in done.stderr
-
-
-def test_policy_is_one_setting_more() -> None:
-    done = CliRunner().invoke(app, ["vllm-args", "--eviction-policy", "lru"])
-    given = json.loads(shlex.split(done.stdout)[1])["kv_connector_extra_config"]
-    assert given["eviction_policy"] == "lru"
-    done = CliRunner().invoke(app, ["vllm-args", "--eviction-policy", "fifo"])
-    assert done.exit_code == 2
-    assert "eviction_policy can't be 'fifo'" in " ".join(done.stderr.split())
-
-
-def test_codec_and_key_are_settings_of_the_connector() -> None:
-    options = ["--storage", "valkey://host", "--codec", "lossless", "--encryption-key", "env:KEYS"]
-    done = CliRunner().invoke(app, ["vllm-args", "--json", *options])
-    extra = json.loads(done.stdout)["kv_connector_extra_config"]
-    assert (extra["codec"], extra["encryption_key"]) == ("lossless", "env:KEYS")
-    settings = VllmSettings.read(extra)
+def test_codec_and_key_are_read_by_the_connector() -> None:
+    options = ("--storage", "valkey://host", "--codec", "lossless", "--encryption-key", "env:KEYS")
+    settings = VllmSettings.read({"spec_name": "kvtier", **settings_of(*options)})
     assert settings.stores == ["valkey://host"]
     assert settings.coding == CodingConfig("lossless", "env:KEYS")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            (*NODE, "--storage", "valkey://host"),
+            "node: '/run/kvtier/node.sock' has the disk and the stores",
+        ),
+        (
+            ("--disk-capacity", "200GiB"),
+            "disk_capacity: '200GiB' needs a disk; name a folder in disk_path",
+        ),
+        ((*STORE, *STORE), "two tiers are called 'valkey'"),
+        (
+            ("--record", "/log/t", "--record-max-bytes", "1"),
+            "record_max_bytes: '1' is below 1 MiB",
+        ),
+        (("--host-capacity", "plenty"), "can't read 'plenty' as a size"),
+        (("--eviction-policy", "fifo"), "eviction_policy can't be 'fifo'"),
+    ],
+)
+def test_what_cant_be_used_is_refused(options: tuple[str, ...], sentence: str) -> None:
+    assert sentence in refused("vllm-args", *options)
+
+
+@pytest.mark.parametrize("command", ["vllm-args", "sglang-args", "serve"])
+def test_path_of_a_nodes_socket_has_its_length(command: str) -> None:
+    sentence = "has 125 bytes, and that of a Unix socket at most 107"
+    assert sentence in refused(command, "--node", "/run/" + "d" * 110 + "/node.sock")

@@ -17,9 +17,8 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier import __version__
-from kvtier.control.head import HeadAsGet
 from kvtier.control.page import page_router
-from kvtier.control.routes import control_router, refusal
+from kvtier.control.routes import HeadAsGet, control_router, refusal
 from kvtier.core.errors import CacheError
 from kvtier.node.server.control import NodeControl, NodeState, TenantState
 from kvtier.node.server.metrics import NodeMetrics

@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from weakref import WeakKeyDictionary
 
@@ -33,11 +32,10 @@ from kvtier.core.types import Slot
 from kvtier.devices import Device, Memory
 from kvtier.layout import KVGroup, named_layout
 from kvtier.observe.block_events import BlockLog
-from kvtier.serve.engine.config import EngineInfo
 from kvtier.serve.engine.paged import Span
 from kvtier.serve.engine.pool import zeros_from_a_page
 from kvtier.serve.engine.profile import MeasuredModel, reason
-from kvtier.serve.engine.runner import WARM_UP_TOKENS, Runner, least_seconds
+from kvtier.serve.engine.runner import Runner
 from kvtier.tiers import DeviceTier
 
 
@@ -245,18 +243,8 @@ class LayerRunner(Runner):
             yield each, self._forward(prompt[each - 1 : each], each - 1, cache, 1)
             at = each
 
-    def warm_up(self, info: EngineInfo, observe: Callable[[int, int, float], None]) -> None:
-        chunk = min(info.chunk_tokens, info.max_model_tokens - 1)
-        most = min(WARM_UP_TOKENS, info.max_model_tokens - 1)
-        far = (most - chunk) // self.block_size * self.block_size
-        self._timed_prefill(0, chunk)  # pays the one-time costs
-        for first, num_tokens in ((0, chunk), (0, max(1, chunk // 4)), (far, chunk)):
-            compute = partial(self._timed_prefill, first, num_tokens)
-            observe(first, num_tokens, least_seconds(compute))
-
     @torch.inference_mode()
     def _timed_prefill(self, first: int, num_tokens: int) -> float:
-        """Compute tokens after a prefix of anything, and return the seconds."""
         states = [Slot(slot) for slot in range(self._layers.blocks_per_snapshot)]
         slots = [Slot(slot) for slot in range(first // self.block_size)]
         cache = self._restored(slots, states)

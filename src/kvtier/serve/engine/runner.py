@@ -92,7 +92,6 @@ class Runner(ABC):
         Returns logits of the chunks, and of the decode steps: float32 [num_tokens, vocab_size].
         """
 
-    @abstractmethod
     def warm_up(self, info: EngineInfo, observe: Callable[[int, int, float], None]) -> None:
         """Run the model, and pass measured prefill times to ``observe``.
 
@@ -101,6 +100,17 @@ class Runner(ABC):
 
         observe: takes the tokens before, those computed, and seconds.
         """
+        chunk = min(info.chunk_tokens, info.max_model_tokens - 1)
+        most = min(WARM_UP_TOKENS, info.max_model_tokens - 1)
+        far = (most - chunk) // self.block_size * self.block_size
+        self._timed_prefill(0, chunk)  # pays the one-time costs
+        for first, num_tokens in ((0, chunk), (0, max(1, chunk // 4)), (far, chunk)):
+            compute = partial(self._timed_prefill, first, num_tokens)
+            observe(first, num_tokens, least_seconds(compute))
+
+    @abstractmethod
+    def _timed_prefill(self, first: int, num_tokens: int) -> float:
+        """Compute tokens after ``first`` others, of any content, and return the seconds."""
 
 
 class ModelRunner(Runner):
@@ -199,19 +209,14 @@ class ModelRunner(Runner):
         return torch.cat(found)
 
     def warm_up(self, info: EngineInfo, observe: Callable[[int, int, float], None]) -> None:
+        super().warm_up(info, observe)
         chunk = min(info.chunk_tokens, info.max_model_tokens - 1)
-        most = min(WARM_UP_TOKENS, info.max_model_tokens - 1)
-        far = (most - chunk) // self.block_size * self.block_size
-        span = self._first_blocks(far + chunk + 1)
-        self.prefill([0] * chunk, span(0, chunk))  # pays the one-time costs
-        for first, num_tokens in ((0, chunk), (0, max(1, chunk // 4)), (far, chunk)):
-            piece = span(first, first + num_tokens)
-            observe(first, num_tokens, least_seconds(partial(self._timed_prefill, piece)))
-        self.decode([0], [span(chunk, chunk + 1)])
+        self.decode([0], [self._first_blocks(chunk + 1)(chunk, chunk + 1)])
 
-    def _timed_prefill(self, span: Span) -> float:
+    def _timed_prefill(self, first: int, num_tokens: int) -> float:
+        span = self._first_blocks(first + num_tokens)(first, first + num_tokens)
         began = time.perf_counter()
-        self.prefill([0] * (span.end - span.start), span)
+        self.prefill([0] * num_tokens, span)
         return time.perf_counter() - began
 
     def _first_blocks(self, num_tokens: int) -> Callable[[int, int], Span]:

@@ -29,11 +29,10 @@ from kvtier.cache.tokens import Cache
 from kvtier.cache.transfer import LayerGate
 from kvtier.core.errors import DeviceError
 from kvtier.serve.engine.config import EngineInfo
-from kvtier.serve.engine.hints import Hints
 from kvtier.serve.engine.request import Marks, Request, Stage, Token
 from kvtier.serve.engine.runner import Runner
 from kvtier.serve.engine.sampling import NO_TOKEN, choose, logprobs
-from kvtier.serve.engine.waiting import WaitingRequests
+from kvtier.serve.engine.waiting import Hints, WaitingRequests
 
 logger = logging.getLogger(__name__)
 

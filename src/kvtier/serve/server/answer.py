@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from fastapi import Request
 from starlette.responses import Response
 
-from kvtier.serve.server.asking import wants_explanation
 from kvtier.serve.server.choice import TextPiece, TextToken
 from kvtier.serve.server.errors import ApiError, internal_error
 from kvtier.serve.server.generation import Generation
 from kvtier.serve.server.responses import Answer, ChatChoice, ChatChunkChoice, CompletionChoice
 from kvtier.serve.server.schemas import GenerationRequest
-from kvtier.serve.server.service import Service
+from kvtier.serve.server.service import Service, wants_explanation
 from kvtier.serve.server.streaming import DONE, EventStream, encode_event, encode_json, unless_gone
 from kvtier.serve.server.tracing import tell
 

@@ -11,8 +11,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from kvtier import __version__
-from kvtier.control.head import HeadAsGet
 from kvtier.control.page import page_router
+from kvtier.control.routes import HeadAsGet
 from kvtier.serve.server.chat import chat_router
 from kvtier.serve.server.completions import completions_router
 from kvtier.serve.server.control import server_control_router

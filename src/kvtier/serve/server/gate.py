@@ -144,9 +144,6 @@ class RequestGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if self._control is not None and scope["path"] in CONTROL_PATHS:
-            await self._pass_control(scope, receive, send)
-            return
         try:
             body = await self._admit(scope, receive)
         except ApiError as error:
@@ -160,49 +157,36 @@ class RequestGate:
         finally:
             body.release()
 
-    async def _pass_control(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request of the control pass. Its key is trusted, so its body has no limits."""
-        try:
-            self._check_room(scope)
-            _check_bearer(scope, self._control)
-            self._check_open()
-            _check_encoding(scope)
-        except ApiError as error:
-            await self._service.bodies.refuse(scope, receive, error)
-            await error.response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
     async def _admit(self, scope: Scope, receive: Receive) -> Body | None:
-        """Return the body of an admitted request; None if its client has disconnected."""
-        bodies = self._service.bodies
+        """Return the body of an admitted request; None if its client has disconnected.
+
+        The key of the control is trusted: the body of its request is left for the route to read.
+        """
+        bodies, path = self._service.bodies, scope["path"]
+        is_control = self._control is not None and path in CONTROL_PATHS
         try:
-            self._check_room(scope)
-            self._check_key(scope)
+            if path not in MONITOR_PATHS and not self._service.doorman.make_room():
+                raise crowded("There are too many connections")
+            if is_control:
+                _check_bearer(scope, self._control)
+            elif path not in self._open_paths and name_of(path) is None:
+                _check_bearer(scope, self._keys)
             self._check_open()
             _check_encoding(scope)
         except ApiError as error:
             await bodies.refuse(scope, receive, error)
             raise
+        if is_control:
+            return Body(b"")
         body = await bodies.read(scope, receive)
         if body is not None and self._service.is_closing:
             body.release()
             self._check_open()
         return body
 
-    def _check_room(self, scope: Scope) -> None:
-        if scope["path"] not in MONITOR_PATHS and not self._service.doorman.make_room():
-            raise crowded("There are too many connections")
-
     def _check_open(self) -> None:
         if self._service.is_closing:
             raise shutting_down()
-
-    def _check_key(self, scope: Scope) -> None:
-        path = scope["path"]
-        if self._keys is None or path in self._open_paths or name_of(path) is not None:
-            return
-        _check_bearer(scope, self._keys)
 
 
 def _check_encoding(scope: Scope) -> None:
@@ -214,11 +198,12 @@ def _check_encoding(scope: Scope) -> None:
 
 
 def _check_bearer(scope: Scope, keys: ApiKeys | None) -> None:
-    """Raise ``ApiError`` if the request has none of the keys."""
+    """Raise ``ApiError`` if there are keys, and the request has none of them."""
+    if keys is None:
+        return
     header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, _, sent = header.partition(b" ")
-    is_known = keys is not None and keys.has(sent.strip())
-    if scheme.lower() != b"bearer" or not is_known:
+    if scheme.lower() != b"bearer" or not keys.has(sent.strip()):
         raise wrong_key(sent=bool(sent))
 
 

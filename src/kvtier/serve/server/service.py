@@ -24,7 +24,6 @@ from kvtier.core.system.user_paths import user_path
 from kvtier.observe.recording import Chains, Recorder, salt_from_environment
 from kvtier.observe.traces import open_traces
 from kvtier.serve.engine import Engine, Grammar, SamplingParams
-from kvtier.serve.server.asking import wants_explanation
 from kvtier.serve.server.bodies import Bodies, Body
 from kvtier.serve.server.config import ServerConfig
 from kvtier.serve.server.errors import (
@@ -48,10 +47,22 @@ B = TypeVar("B", bound=BaseModel)
 R = TypeVar("R", bound=GenerationRequest)
 T = TypeVar("T")
 
+EXPLAIN_HEADER = "X-KVTier-Explain"
+"""Request header that adds the source of each prompt's tokens to the usage in the answer, or in the
+last chunk of a stream. It is a header because other servers refuse unknown fields of the body."""
+
 
 def given(value: T | None, default: T) -> T:
     """Return the value of a request, else the default."""
     return default if value is None else value
+
+
+def wants_explanation(request: Request) -> bool:
+    """Whether the header asks for an explanation. Raises ``ApiError`` for an invalid value."""
+    value = request.headers.get(EXPLAIN_HEADER, "0").strip()
+    if value not in ("0", "1"):
+        raise bad_request(f"{EXPLAIN_HEADER} is {show(value)}; send 1 to have it, or 0.")
+    return value == "1"
 
 
 def parse(content: bytes, content_type: str, schema: type[B]) -> B:

@@ -18,10 +18,10 @@ from kvtier.observe.block_events import BlockLog
 from kvtier.observe.publisher import Publisher, is_local
 from kvtier.observe.recording import check_recording, salt_from_environment
 from kvtier.observe.traces import open_traces
-from kvtier.serve import server
 from kvtier.serve.engine import EngineConfig
 from kvtier.serve.engine.model_names import find_model
-from kvtier.serve.server import ServerConfig
+from kvtier.serve.server.config import ServerConfig
+from kvtier.serve.server.listener import bind, is_loopback
 from kvtier.tiers.row import check_tiers
 from kvtier.tools.cli.api_keys import KEY_VARIABLE
 
@@ -39,14 +39,17 @@ def serve_until_ended(
     room_for_connections()
     _check(engine_config, server_config)
     with ended_by_signals() as ending, ExitStack() as opened:
-        bound = server.bind(server_config.host, server_config.port)
+        bound = bind(server_config.host, server_config.port)
         listeners = [opened.enter_context(listener) for listener in bound]
         if server_config.ssl_certfile is not None:
-            server.open_certificate(server_config)
-        _warn(engine_config, server_config, is_open=not all(map(server.is_loopback, listeners)))
+            from kvtier.serve.server.tls import open_certificate
+
+            open_certificate(server_config)
+        _warn(engine_config, server_config, is_open=not all(map(is_loopback, listeners)))
         logger.info("loading model name=%s", engine_config.model)
 
         from kvtier.serve.engine import Engine
+        from kvtier.serve.server.run import HttpServer
 
         with Engine(engine_config) as engine:
 
@@ -56,7 +59,7 @@ def serve_until_ended(
                 typer.echo(f"kvtier serves {name} on {engine.info.device} at {url}")
 
             if not ending.is_asked:
-                server.HttpServer(engine, server_config, listeners).run(tell, handle_signals=True)
+                HttpServer(engine, server_config, listeners).run(tell, handle_signals=True)
 
 
 def _check(config: EngineConfig, server_config: ServerConfig) -> None:
