@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvtier.core.config import CacheConfig
 from kvtier.core.types import WritePolicy
-from kvtier.serve.engine import Engine, EngineConfig
+from kvtier.serve.engine import Engine, EngineConfig, Tokenizer
+from kvtier.serve.engine.model_names import BUILTIN
 
 pytestmark = pytest.mark.engine
 
@@ -46,6 +48,27 @@ def text() -> str:
     """Return real text: some modules of the standard library."""
     library = Path(sysconfig.get_paths()["stdlib"])
     return "".join((library / name).read_text() for name in ("argparse.py", "typing.py", "ast.py"))
+
+
+@pytest.fixture(scope="session")
+def prompt(text: str) -> list[int]:
+    """Return 300 tokens. The models with random weights have the built-in one's tokenizer."""
+    return Tokenizer(BUILTIN / "kvtier-tiny").encode(text)[:300]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Iterator[Engine]:
+    """Run the built-in model."""
+    with Engine(replace(SMALL, model="kvtier-tiny", device_capacity="16MiB")) as made:
+        yield made
 
 
 @pytest.fixture

@@ -14,16 +14,21 @@ import pytest
 
 import kvtier.cache.tokens
 import kvtier.core.keys
+from kvtier.core.errors import ConfigError
 from kvtier.core.keys import next_keys
 from kvtier.core.types import DEVICE, DISK, HOST, BlockKey, Label, LoadPolicy
 from kvtier.index import native_index
 from kvtier.serve.engine import Engine, EngineConfig
+from kvtier.tiers.disk.bounce import Bounce
 from tests.tiers.disk.faulty_disk import FaultyDisk
 
-from .asking import GREEDY, ask, same
+from .asking import GREEDY, ask, restarted, same
 from .conftest import SMALL, changed
 
 pytestmark = pytest.mark.engine
+
+MODELS = ["random-gqa", "random-mla"]
+GIVEN_UP_S = 0.3
 
 
 def with_disk(folder: Path, model: str = "random-gqa", **settings: Any) -> EngineConfig:
@@ -37,13 +42,13 @@ def with_disk(folder: Path, model: str = "random-gqa", **settings: Any) -> Engin
     return replace(SMALL, model=model, cache=cache)
 
 
-@pytest.fixture
-def prompt(text: str) -> list[int]:
-    with Engine(changed()) as engine:
-        return engine.tokenizer.encode(text)[:300]
+def direct_config(folder: Path, model: str = "random-gqa", **settings: object) -> EngineConfig:
+    """Return settings without host memory. In blocks of 64 tokens every piece is whole pages."""
+    config = with_disk(folder, model, **{"host_capacity": 0, "disk_direct": "on", **settings})
+    return replace(config, block_size=64, chunk_tokens=64)
 
 
-@pytest.mark.parametrize("model", ["random-gqa", "random-mla"])
+@pytest.mark.parametrize("model", MODELS)
 def test_after_a_restart_prompts_come_from_disk(
     tmp_path: Path, prompt: list[int], model: str
 ) -> None:
@@ -81,14 +86,14 @@ def test_a_long_prompt_is_hashed_by_whoever_submits_it(
     assert hashed_by == [current_thread().name]
 
 
-def test_prompts_may_be_cut_over_several_disks(tmp_path: Path, prompt: list[int]) -> None:
-    config = with_disk(tmp_path / "one")
-    disks = (str(tmp_path / "one"), str(tmp_path / "two"))
-    config = replace(config, cache=replace(config.cache, disk_path=disks))
-    with Engine(config) as engine:
-        cold = ask(engine, prompt)
-    with Engine(config) as engine:
-        warm = ask(engine, prompt)
+@pytest.mark.parametrize("settings", [{"disk_path": ("one", "two")}, {"host_capacity": 0}])
+def test_prompts_may_be_cut_over_several_disks_or_have_no_host_tier(
+    tmp_path: Path, prompt: list[int], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = with_disk(tmp_path / "slab")
+    config = replace(config, cache=replace(config.cache, **settings))
+    cold, warm = restarted(config, prompt)
     assert warm.hit_tokens == {DISK: 288}
     assert same(cold, warm)
 
@@ -129,11 +134,9 @@ def test_storage_is_read_while_a_request_waits_for_its_turn(
 def test_prefetch_policies_say_what_a_request_waits_for(
     tmp_path: Path, prompt: list[int], policy: str, source: str
 ) -> None:
-    with Engine(with_disk(tmp_path / "slab")) as engine:
-        cold = ask(engine, prompt)
-    settings = with_disk(tmp_path / "slab", prefetch_policy=policy, prefetch_timeout_s=30.0)
-    with Engine(settings) as engine:
-        warm = ask(engine, prompt)
+    slab = tmp_path / "slab"
+    then = with_disk(slab, prefetch_policy=policy, prefetch_timeout_s=30.0)
+    cold, warm = restarted(with_disk(slab), prompt, then)
     assert warm.hit_tokens == {source: 288}
     assert same(cold, warm)
 
@@ -155,21 +158,105 @@ def test_a_client_that_leaves_the_queue_takes_its_prefetch_along(
         assert engine.call(lambda: engine.cache.used_slots()[HOST]) == 0
 
 
-def test_damage_on_disk_is_recomputed(tmp_path: Path, prompt: list[int]) -> None:
-    with Engine(with_disk(tmp_path / "slab")) as engine:
+# -- without host memory ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("io", ["uring", "preadv"])
+@pytest.mark.parametrize("verify", ["always", "sampled", "off"])
+@pytest.mark.parametrize("model", MODELS)
+def test_after_a_restart_prompts_come_straight_from_disk(
+    tmp_path: Path,
+    prompt: list[int],
+    model: str,
+    verify: str,
+    io: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for way in ("copy_in", "copy_out"):
+        monkeypatch.delattr(Bounce, way)  # no copy uses a bounce buffer
+    config = direct_config(tmp_path / "slab", model, disk_verify=verify, disk_io=io)
+    with Engine(config) as engine:
+        cold = ask(engine, prompt)
+    with Engine(config) as engine:
+        warm, again = ask(engine, prompt), ask(engine, prompt)
+        findings = {line.topic: line for line in engine.call(engine.cache.findings)}
+    assert warm.hit_tokens == {DISK: 256}
+    assert again.hit_tokens == {DEVICE: 256}
+    assert same(cold, warm)
+    assert same(cold, again)
+    assert findings["disk to device"].found == "direct"
+
+
+def test_a_disk_beside_host_memory_may_be_read_straight(tmp_path: Path, prompt: list[int]) -> None:
+    config = direct_config(tmp_path / "slab", host_capacity="16MiB")
+    with Engine(config) as engine:
+        cold = ask(engine, prompt)
+    with Engine(config) as engine:
+        warm = ask(engine, prompt)
+        engine.clear_tier(DEVICE)
+        again = ask(engine, prompt)
+    assert warm.hit_tokens == {DISK: 256}
+    assert again.hit_tokens == {HOST: 256}, "what is on the device is stored there as ever"
+    assert same(cold, warm)
+    assert same(cold, again)
+
+
+def test_on_is_refused_where_pieces_are_no_pages(tmp_path: Path) -> None:
+    config = replace(direct_config(tmp_path / "slab", "random-mla"), block_size=16, chunk_tokens=32)
+    with pytest.raises(ConfigError, match="is not a multiple of 4096"):
+        Engine(config)
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_disk_that_hangs_holds_nobody_up(
+    tmp_path: Path, prompt: list[int], operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = direct_config(tmp_path / "slab", load_deadline_s=GIVEN_UP_S)
+    with Engine(config) as engine:
+        cold = ask(engine, prompt)
+    disk = FaultyDisk()
+    monkeypatch.setattr("kvtier.tiers.disk.blocks.DiskSystem", lambda: disk)
+    with Engine(config) as engine:
+        disk.stall(operation)
+        other = engine.submit(prompt[::-1], GREEDY).result(60)
+        warm = engine.submit(prompt, GREEDY).result(60)
+        assert other.finish_reason == "length"
+        assert same(cold, warm)
+        disk.release("read", "write")
+        assert engine.drain()
+        engine.call(engine.cache.check_invariants)
+
+
+# -- faults, with and without host memory ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "block", "tokens"), [(with_disk, 7, 288), (direct_config, 2, 256)]
+)
+def test_damage_on_disk_is_recomputed(
+    tmp_path: Path,
+    prompt: list[int],
+    make: Callable[[Path], EngineConfig],
+    block: int,
+    tokens: int,
+) -> None:
+    """Damaged content that reached the device is never used."""
+    config = make(tmp_path / "slab")
+    with Engine(config) as engine:
         cold = ask(engine, prompt)
         block_bytes = engine.info.bytes_per_block
-    slab = tmp_path / "slab" / "data.slab"
-    with slab.open("r+b") as file:
-        file.seek(7 * -(-block_bytes // 4096) * 4096 + 100)
+    with (tmp_path / "slab" / "data.slab").open("r+b") as file:
+        file.seek(block * -(-block_bytes // 4096) * 4096 + 100)
         file.write(b"x")
-    with Engine(with_disk(tmp_path / "slab")) as engine:
+    with Engine(config) as engine:
         warm = ask(engine, prompt)
-        assert sum(warm.hit_tokens.values()) == 96, "whole chunks before the damaged block"
+        at = block * config.block_size
+        assert warm.num_cached_tokens == at // config.chunk_tokens * config.chunk_tokens
         assert same(cold, warm)
-        engine.clear_tier(DEVICE)
-        engine.clear_tier(HOST)
-        assert ask(engine, prompt).hit_tokens == {DISK: 288}, "what was recomputed is stored again"
+        for tier in (DEVICE, HOST) if config.cache.host_capacity else (DEVICE,):
+            engine.clear_tier(tier)
+        again = ask(engine, prompt)
+        assert again.hit_tokens == {DISK: tokens}, "what was recomputed is stored again"
 
 
 def _eio_reads(disk: FaultyDisk) -> None:
@@ -209,38 +296,36 @@ def _journal(disk: FaultyDisk) -> None:
 FAULTS = [_eio_reads, _eio_writes, _broken_at_last, _full, _short, _flipped, _journal]
 
 
+@pytest.mark.parametrize(
+    ("make", "model"),
+    [(with_disk, "random-gqa"), *((direct_config, model) for model in MODELS)],
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_answers_are_the_same_whatever_the_disk_does(
-    tmp_path: Path, text: str, fault: Callable[[FaultyDisk], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    text: str,
+    make: Callable[[Path, str], EngineConfig],
+    model: str,
+    fault: Callable[[FaultyDisk], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with Engine(changed(host=0, prefix_cache=False)) as engine:
+    config = make(tmp_path / "slab", model)
+    plain = replace(config, cache=changed(host=0).cache, prefix_cache=False)
+    with Engine(plain) as engine:
         tokens = engine.tokenizer.encode(text)
         prompts = [tokens[start : start + 200] for start in range(0, 1600, 200)]
         expected = [ask(engine, prompt) for prompt in prompts]
     disk = FaultyDisk()
     monkeypatch.setattr("kvtier.tiers.disk.blocks.DiskSystem", lambda: disk)
-    with Engine(with_disk(tmp_path / "slab")) as engine:
+    with Engine(config) as engine:
         fault(disk)
         num_hits = 0
         for turn in range(3):
             for prompt, cold in zip(prompts, expected, strict=True):
                 answer = ask(engine, prompt)
-                assert answer.finish_reason == "length"
                 assert same(cold, answer)
                 num_hits += turn * answer.num_cached_tokens
-            engine.clear_tier(DEVICE)
-            engine.clear_tier(HOST)
+            for tier in (DEVICE, HOST) if config.cache.host_capacity else (DEVICE,):
+                engine.clear_tier(tier)
         assert num_hits > 0 or fault in (_broken_at_last, _full)
         engine.call(engine.cache.check_invariants)
-
-
-def test_a_disk_that_reaches_the_device_needs_no_host_tier(
-    tmp_path: Path, prompt: list[int]
-) -> None:
-    config = with_disk(tmp_path / "slab", host_capacity=0)
-    with Engine(config) as engine:
-        cold = ask(engine, prompt)
-    with Engine(config) as engine:
-        warm = ask(engine, prompt)
-    assert warm.hit_tokens == {DISK: 288}
-    assert same(cold, warm)

@@ -8,7 +8,6 @@ from pathlib import Path
 from threading import Condition, Event
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvtier.cache.lease import Lease
@@ -18,19 +17,20 @@ from kvtier.core.types import DEVICE, HOST
 from kvtier.devices import CopyBatch, Device, Direction, Fence, Finding, Memory
 from kvtier.devices.base import CopyQueue
 from kvtier.devices.cpu import CpuDevice
-from kvtier.serve.engine import Completion, Engine, EngineConfig, SamplingParams
+from kvtier.serve.engine import Completion, Engine, EngineConfig
 from kvtier.testing import FaultyDevice
 from scripts.model_coverage import save
 
-from .conftest import changed
+from .asking import GREEDY, ask, leave_below_the_device, same
+from .conftest import SMALL, changed
 
 pytestmark = pytest.mark.engine
 
-KEEP = SamplingParams(max_tokens=4, keep_logits=True, ignore_eos=True)
 MODELS = ("random-gqa", "random-llama", "random-mla")
 NUM_LAYERS = 3
 
 Make = Callable[[EngineConfig], Engine]
+OnHost = Callable[..., tuple[Engine, list[int], Completion]]
 
 
 @pytest.fixture(autouse=True)
@@ -64,28 +64,23 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyDevice]:
     device.release()
 
 
-def ask(engine: Engine, prompt: list[int], salt: str = "") -> Completion:
-    completion = engine.submit(prompt, KEEP, salt=salt).result(60)
-    assert completion.finish_reason == "length", completion.error
-    return completion
+@pytest.fixture
+def on_host(make: Make, prompt: list[int]) -> OnHost:
+    """Return a function that starts an engine with the KV of a prompt in the host tier only.
 
+    The function returns the engine, the prompt, and its answer.
+    """
 
-def same(a: Completion, b: Completion) -> bool:
-    assert a.logits is not None
-    assert b.logits is not None
-    return np.array_equal(a.logits, b.logits)
+    def started(
+        num_tokens: int = 200, config: EngineConfig | None = None, **changes: Any
+    ) -> tuple[Engine, list[int], Completion]:
+        engine = make(config or changed(**changes))
+        asked = prompt[:num_tokens]
+        cold = ask(engine, asked)
+        leave_below_the_device(engine)
+        return engine, asked, cold
 
-
-def leave_on_host(engine: Engine) -> None:
-    """Leave all KV in the host tier only, and overwrite the pool, so that stale KV is noticed."""
-    assert engine.drain()
-    engine.clear_tier(DEVICE)
-
-    def scribble() -> None:
-        pool: Any = engine.cache._tiers[DEVICE]
-        pool.memory.owner.fill_(0.25)
-
-    engine.call(scribble)
+    return started
 
 
 def check_nothing_leaked(engine: Engine) -> None:
@@ -196,12 +191,9 @@ def on_demand(monkeypatch: pytest.MonkeyPatch) -> OnDemand:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_layer_waits_for_its_own_bytes(
-    make: Make, text: str, model: str, on_demand: OnDemand, followed: list[Lease]
+    on_host: OnHost, model: str, on_demand: OnDemand, followed: list[Lease]
 ) -> None:
-    engine = make(changed(model=model, device_capacity="32MiB", host="64MiB"))
-    prompt = engine.tokenizer.encode(text)[:301]
-    cold = ask(engine, prompt)
-    leave_on_host(engine)
+    engine, prompt, cold = on_host(300, model=model, device_capacity="32MiB", host="64MiB")
     warm = ask(engine, prompt)
     assert warm.hit_tokens == {HOST: 288}
     assert same(cold, warm)
@@ -210,13 +202,11 @@ def test_every_layer_waits_for_its_own_bytes(
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
 def test_with_windows_the_cells_arrive_first_and_then_every_layer_waits(
-    make: Make, text: str, name: str, tmp_path: Path, on_demand: OnDemand, followed: list[Lease]
+    on_host: OnHost, name: str, tmp_path: Path, on_demand: OnDemand, followed: list[Lease]
 ) -> None:
     save(name, name, tmp_path / "model")
-    engine = make(changed(model=str(tmp_path / "model"), threads=1, max_model_tokens=700))
-    prompt = engine.tokenizer.encode(text)[:301]
-    cold = ask(engine, prompt)
-    leave_on_host(engine)
+    changes = {"model": str(tmp_path / "model"), "threads": 1, "max_model_tokens": 700}
+    engine, prompt, cold = on_host(300, **changes)
     on_demand.num_at_once = on_demand.num_begun + 1
     warm = ask(engine, prompt)
     assert warm.hit_tokens == {HOST: 288}
@@ -228,8 +218,7 @@ def test_with_windows_the_cells_arrive_first_and_then_every_layer_waits(
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("skipped", range(NUM_LAYERS))
 def test_a_layer_that_does_not_wait_is_noticed(
-    make: Make,
-    text: str,
+    on_host: OnHost,
     model: str,
     skipped: int,
     on_demand: OnDemand,
@@ -248,58 +237,46 @@ def test_a_layer_that_does_not_wait_is_noticed(
 
     monkeypatch.setattr(LayerGate, "hold_compute", hasty)
     monkeypatch.setattr(LayerGate, "wait", wait_for_all)
-    engine = make(changed(model=model, device_capacity="32MiB", host="64MiB"))
-    prompt = engine.tokenizer.encode(text)[:301]
-    cold = ask(engine, prompt)
-    leave_on_host(engine)
+    engine, prompt, cold = on_host(300, model=model, device_capacity="32MiB", host="64MiB")
     warm = ask(engine, prompt)
     assert warm.hit_tokens == {HOST: 288}
     assert not same(cold, warm)
 
 
 def test_a_prompt_of_several_chunks_follows_with_its_first(
-    make: Make, text: str, on_demand: OnDemand, followed: list[Lease]
+    on_host: OnHost, text: str, on_demand: OnDemand, followed: list[Lease]
 ) -> None:
-    engine = make(changed())
-    tokens = engine.tokenizer.encode(text)
-    known, longer = tokens[:200], tokens[:500]
+    engine, known, _ = on_host()
+    longer = engine.tokenizer.encode(text)[:500]
+    assert longer[:200] == known
     cold = ask(engine, longer, salt="cold")
-    leave_on_host(engine)
+    leave_below_the_device(engine)
     followed.clear()
-    ask(engine, known)
-    leave_on_host(engine)
     warm = ask(engine, longer)
     assert warm.hit_tokens == {HOST: 192}
     assert same(cold, warm)
     assert len(followed) == 1
-    leave_on_host(engine)
+    leave_below_the_device(engine)
     again = ask(engine, longer)
     assert again.hit_tokens == {HOST: 480}, "what followed a load is committed as ever"
     assert same(cold, again)
 
 
-def test_following_can_be_turned_off(make: Make, text: str, followed: list[Lease]) -> None:
-    engine = make(changed(follow_loads=False))
-    prompt = engine.tokenizer.encode(text)[:200]
-    cold = ask(engine, prompt)
-    leave_on_host(engine)
+def test_following_can_be_turned_off(on_host: OnHost, followed: list[Lease]) -> None:
+    engine, prompt, cold = on_host(follow_loads=False)
     assert same(cold, ask(engine, prompt))
     assert followed == []
 
 
 def test_nobody_follows_while_another_generates(
-    make: Make, text: str, faulty: FaultyDevice, followed: list[Lease]
+    on_host: OnHost, faulty: FaultyDevice, followed: list[Lease]
 ) -> None:
-    engine = make(changed(device_capacity="16MiB"))
-    tokens = engine.tokenizer.encode(text)
-    prompt, other = tokens[:200], tokens[300:350]
-    cold = ask(engine, prompt)
-    leave_on_host(engine)
+    engine, prompt, cold = on_host(device_capacity="16MiB")
     started = Event()
-    long = replace(KEEP, max_tokens=400, keep_logits=False)
-    first = engine.submit(other, long, on_token=lambda token: started.set())
+    long = replace(GREEDY, max_tokens=400, keep_logits=False)
+    first = engine.submit(prompt[:50][::-1], long, on_token=lambda token: started.set())
     assert started.wait(60)
-    handle = engine.submit(prompt, KEEP)
+    handle = engine.submit(prompt, GREEDY)
     warm = handle.result(60)
     assert not first.done
     first.abort()
@@ -315,23 +292,19 @@ def test_nobody_follows_while_another_generates(
 @pytest.mark.parametrize("fault", ["fail", "fail_half_way", "crash"])
 @pytest.mark.parametrize("step", range(1, NUM_LAYERS + 1))
 def test_a_step_that_fails_costs_another_load_and_no_answer(
-    make: Make,
-    text: str,
+    on_host: OnHost,
     model: str,
     fault: str,
     step: int,
     faulty: FaultyDevice,
     followed: list[Lease],
 ) -> None:
-    engine = make(changed(model=model))
-    prompt = engine.tokenizer.encode(text)[:200]
-    cold = ask(engine, prompt)
-    leave_on_host(engine)
+    engine, prompt, cold = on_host(model=model)
     getattr(faulty, fault)(Direction.LOAD, nth=step)
     warm = ask(engine, prompt)
     assert same(cold, warm)
     assert warm.hit_tokens == {HOST: 192}
-    leave_on_host(engine)
+    leave_below_the_device(engine)
     again = ask(engine, prompt)
     assert again.hit_tokens == {HOST: 192}
     assert same(cold, again)
@@ -340,12 +313,9 @@ def test_a_step_that_fails_costs_another_load_and_no_answer(
 
 
 def test_a_device_that_always_fails_costs_a_recomputation(
-    make: Make, text: str, faulty: FaultyDevice
+    on_host: OnHost, faulty: FaultyDevice
 ) -> None:
-    engine = make(changed())
-    prompt = engine.tokenizer.encode(text)[:200]
-    cold = ask(engine, prompt)
-    leave_on_host(engine)
+    engine, prompt, cold = on_host()
     for nth in range(1, 20):
         faulty.fail(Direction.LOAD, nth)
     warm = ask(engine, prompt)
@@ -356,17 +326,13 @@ def test_a_device_that_always_fails_costs_a_recomputation(
 
 
 def test_a_load_that_hangs_holds_up_nobody_for_long(
-    make: Make, text: str, faulty: FaultyDevice, monkeypatch: pytest.MonkeyPatch
+    on_host: OnHost, faulty: FaultyDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier.cache.transfer.copy_job.PATIENCE_S", 0.01)
-    engine = make(changed())
-    tokens = engine.tokenizer.encode(text)
-    prompt, other = tokens[:200], tokens[300:400]
-    cold = ask(engine, prompt)
-    leave_on_host(engine)
+    engine, prompt, cold = on_host()
     faulty.hold(Direction.LOAD)
-    handle = engine.submit(prompt, KEEP)
-    ask(engine, other)
+    handle = engine.submit(prompt, GREEDY)
+    assert not engine.submit(prompt[:100][::-1], GREEDY).result(60).error
     assert not handle.done
     faulty.release()
     warm = handle.result(60)
@@ -375,16 +341,11 @@ def test_a_load_that_hangs_holds_up_nobody_for_long(
     check_nothing_leaked(engine)
 
 
-def test_a_load_past_its_deadline_is_recomputed(
-    make: Make, text: str, faulty: FaultyDevice
-) -> None:
-    config = changed()
-    engine = make(replace(config, cache=replace(config.cache, load_deadline_s=0.05)))
-    prompt = engine.tokenizer.encode(text)[:200]
-    cold = ask(engine, prompt)
-    leave_on_host(engine)
+def test_a_load_past_its_deadline_is_recomputed(on_host: OnHost, faulty: FaultyDevice) -> None:
+    cache = replace(SMALL.cache, load_deadline_s=0.05)
+    engine, prompt, cold = on_host(config=replace(SMALL, cache=cache))
     faulty.hold(Direction.LOAD)
-    warm = ask(engine, prompt)
+    warm = engine.submit(prompt, GREEDY).result(60)
     assert warm.num_cached_tokens == 0
     assert same(cold, warm)
     faulty.release()
@@ -392,15 +353,12 @@ def test_a_load_past_its_deadline_is_recomputed(
 
 
 def test_a_client_may_leave_while_its_prompt_follows(
-    make: Make, text: str, faulty: FaultyDevice, monkeypatch: pytest.MonkeyPatch
+    on_host: OnHost, faulty: FaultyDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier.cache.transfer.copy_job.PATIENCE_S", 0.01)
-    engine = make(changed())
-    prompt = engine.tokenizer.encode(text)[:200]
-    cold = ask(engine, prompt)
-    leave_on_host(engine)
+    engine, prompt, cold = on_host()
     faulty.hold(Direction.LOAD)
-    handle = engine.submit(prompt, KEEP)
+    handle = engine.submit(prompt, GREEDY)
     handle.abort()
     assert handle.result(60).finish_reason == "abort"
     faulty.release()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,50 +11,42 @@ import pytest
 
 from kvtier.serve.engine import Engine, Grammar, GrammarError, SamplingParams
 
-from .conftest import SMALL
-
 pytestmark = pytest.mark.engine
 
 GREEDY = SamplingParams(max_tokens=40)
 WORDS = '%llguidance {}\nstart: ("yes" | "no") "."'
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with Engine(replace(SMALL, model="kvtier-tiny", device_capacity="16MiB")) as made:
-        yield made
-
-
 def of_schema(schema: object) -> str:
     return f"%llguidance {{}}\nstart: a\na: %json {json.dumps(schema)}"
 
 
-def texts_of(engine: Engine, grammar: Grammar, **changes: Any) -> list[str]:
-    prompt = engine.tokenizer.encode("Is it so? ")
+def texts_of(tiny: Engine, grammar: Grammar, **changes: Any) -> list[str]:
+    prompt = tiny.tokenizer.encode("Is it so? ")
     asked = replace(GREEDY, grammar=grammar, **changes)
-    handles = [engine.submit(prompt, replace(asked, seed=seed)) for seed in range(4)]
+    handles = [tiny.submit(prompt, replace(asked, seed=seed)) for seed in range(4)]
     done = [handle.result(60) for handle in handles]
     assert {each.finish_reason for each in done} == {"stop"}
-    return [engine.tokenizer.decode(each.token_ids) for each in done]
+    return [tiny.tokenizer.decode(each.token_ids) for each in done]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
 def test_requests_share_a_grammar_and_each_has_its_own_place(
-    engine: Engine, temperature: float
+    tiny: Engine, temperature: float
 ) -> None:
-    found = texts_of(engine, engine.grammar(WORDS), temperature=temperature)
+    found = texts_of(tiny, tiny.grammar(WORDS), temperature=temperature)
     assert set(found) <= {"yes.", "no."}
 
 
-def test_a_matcher_allows_what_continues_the_grammar_and_nothing_else(engine: Engine) -> None:
-    matcher = engine.grammar(WORDS).matcher()
-    vocab_size = engine.info.vocab_size
+def test_a_matcher_allows_what_continues_the_grammar_and_nothing_else(tiny: Engine) -> None:
+    matcher = tiny.grammar(WORDS).matcher()
+    vocab_size = tiny.info.vocab_size
     text = ""
-    for token_id in engine.tokenizer.encode("yes."):
+    for token_id in tiny.tokenizer.encode("yes."):
         is_allowed = matcher.allowed(vocab_size)
         expected = [
             bool(piece) and any(word.startswith(text + piece) for word in ("yes.", "no."))
-            for piece in map(engine.tokenizer.token_text, range(vocab_size))
+            for piece in map(tiny.tokenizer.token_text, range(vocab_size))
         ]
         if text:  # the word is fixed, and only the tokenizer's own spelling of it is allowed
             assert is_allowed[token_id]
@@ -63,26 +54,26 @@ def test_a_matcher_allows_what_continues_the_grammar_and_nothing_else(engine: En
         else:
             assert is_allowed.tolist() == expected
         matcher.accept(token_id)
-        text += engine.tokenizer.token_text(token_id)
+        text += tiny.tokenizer.token_text(token_id)
     assert matcher.is_complete
     assert not matcher.error
 
 
-def test_an_end_is_allowed_where_the_grammar_may_end(engine: Engine) -> None:
-    matcher = engine.grammar('%llguidance {}\nstart: "a"+').matcher()
-    ends = list(engine._eos)
+def test_an_end_is_allowed_where_the_grammar_may_end(tiny: Engine) -> None:
+    matcher = tiny.grammar('%llguidance {}\nstart: "a"+').matcher()
+    ends = list(tiny._eos)
     assert not matcher.allowed(4096)[ends].any()
-    matcher.accept(engine.tokenizer.encode("a")[0])
+    matcher.accept(tiny.tokenizer.encode("a")[0])
     assert matcher.allowed(4096)[ends].all()
     assert not matcher.is_complete
     matcher.accept(ends[0])
     assert matcher.is_complete
 
 
-def test_a_wrong_token_is_an_error_of_its_matcher_only(engine: Engine) -> None:
-    grammar = engine.grammar(WORDS)
+def test_a_wrong_token_is_an_error_of_its_matcher_only(tiny: Engine) -> None:
+    grammar = tiny.grammar(WORDS)
     wrong, right = grammar.matcher(), grammar.matcher()
-    wrong.accept(engine.tokenizer.encode("x")[0])
+    wrong.accept(tiny.tokenizer.encode("x")[0])
     assert wrong.error
     assert not wrong.allowed(4096).any()
     assert not right.error
@@ -122,10 +113,10 @@ HOSTILE: list[tuple[object, str]] = [
 
 @pytest.mark.parametrize(("schema", "sentence"), HOSTILE)
 def test_a_schema_that_would_cost_too_much_is_refused(
-    engine: Engine, schema: object, sentence: str
+    tiny: Engine, schema: object, sentence: str
 ) -> None:
     with pytest.raises(GrammarError, match=sentence) as caught:
-        engine.grammar(of_schema(schema))
+        tiny.grammar(of_schema(schema))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) <= 200
 
@@ -142,8 +133,8 @@ LARGE: list[object] = [
 
 
 @pytest.mark.parametrize("schema", LARGE)
-def test_a_large_schema_stays_within_the_limits(engine: Engine, schema: object) -> None:
-    matcher = engine.grammar(of_schema(schema)).matcher()
+def test_a_large_schema_stays_within_the_limits(tiny: Engine, schema: object) -> None:
+    matcher = tiny.grammar(of_schema(schema)).matcher()
     for _ in range(50):
         allowed = np.flatnonzero(matcher.allowed(4096))
         assert not matcher.error
@@ -174,13 +165,13 @@ class Exhausted:
         self.error = "too complex"
 
 
-def test_a_grammar_that_gives_up_ends_its_request_only(engine: Engine) -> None:
-    prompt = engine.tokenizer.encode("import os\n" * 4)
-    expected = engine.submit(prompt, GREEDY).result(60).token_ids
-    other = engine.submit(prompt, GREEDY)
+def test_a_grammar_that_gives_up_ends_its_request_only(tiny: Engine) -> None:
+    prompt = tiny.tokenizer.encode("import os\n" * 4)
+    expected = tiny.submit(prompt, GREEDY).result(60).token_ids
+    other = tiny.submit(prompt, GREEDY)
     grammar: Any = Exhausted()
-    ended = engine.submit(prompt, replace(GREEDY, grammar=grammar)).result(60)
+    ended = tiny.submit(prompt, replace(GREEDY, grammar=grammar)).result(60)
     assert ended.finish_reason == "error"
     assert ended.error == "The request failed: too complex"
     assert len(other.result(60).token_ids) == len(expected)
-    assert engine.submit(prompt, GREEDY).result(60).token_ids == expected
+    assert tiny.submit(prompt, GREEDY).result(60).token_ids == expected

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 
 from kvtier.connectors.transformers.cache_layers import CacheLayers
-from kvtier.core.types import LoadPolicy
-from kvtier.serve.engine import Completion, Engine, EngineConfig, SamplingParams
+from kvtier.serve.engine import Engine, SamplingParams
 from kvtier.serve.engine.self_check import examine
 from scripts.model_coverage import save
-from tests.serve.engine.asking import GREEDY, ask, same
-from tests.serve.engine.conftest import SMALL
 
-pytestmark = pytest.mark.engine
+from .asking import GREEDY, always_loading, ask, cold, random_prompt, same
+from .conftest import SMALL
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 CHUNK = SMALL.chunk_tokens
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -37,35 +27,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def config(model: str, **changes: object) -> EngineConfig:
-    """Return settings that always load cached KV."""
-    cache = replace(SMALL.cache, load_policy=LoadPolicy.ALWAYS)
-    given = {"cache": cache, "threads": 1, "max_model_tokens": 600} | changes
-    return replace(SMALL, model=model, **given)  # type: ignore[arg-type]
-
-
-def prompt(seed: int, num_tokens: int, shared: int = 0) -> list[int]:
-    """Return a prompt whose first ``shared`` tokens are those of seed 0."""
-    made = torch.randint(3, 1000, (num_tokens,), generator=torch.Generator().manual_seed(seed))
-    tokens: list[int] = made.tolist()
-    return prompt(0, num_tokens)[:shared] + tokens[shared:] if shared else tokens
-
-
-def cold(model: str, *prompts: list[int]) -> list[Completion]:
-    with Engine(config(model, prefix_cache=False)) as engine:
-        found = [ask(engine, each) for each in prompts]
-    assert not any(each.num_cached_tokens for each in found)
-    return found
-
-
 def test_a_conversation_and_its_forks_are_continued_from_snapshots(model: str) -> None:
-    first = prompt(0, 5 * CHUNK + 5)
-    turn = prompt(1, 8 * CHUNK, shared=5 * CHUNK + 5)
-    forks = [prompt(seed, 6 * CHUNK, shared=3 * CHUNK + 7) for seed in (2, 3)]
+    first = random_prompt(0, 5 * CHUNK + 5)
+    turn = random_prompt(1, 8 * CHUNK, shared=5 * CHUNK + 5)
+    forks = [random_prompt(seed, 6 * CHUNK, shared=3 * CHUNK + 7) for seed in (2, 3)]
     asked = [first, turn, first, *forks]
     expected = cold(model, first, turn, *forks)
     expected.insert(2, expected[0])
-    with Engine(config(model)) as engine:
+    with Engine(always_loading(model)) as engine:
         for tier in ("device", "host"):
             found = [ask(engine, each) for each in asked]
             assert all(map(same, found, expected))
@@ -78,9 +47,9 @@ def test_a_conversation_and_its_forks_are_continued_from_snapshots(model: str) -
 
 
 def test_requests_at_once_answer_as_alone_and_leave_nothing(model: str) -> None:
-    prompts = [prompt(seed, 4 * CHUNK + 9 * seed, shared=2 * CHUNK) for seed in range(6)]
+    prompts = [random_prompt(seed, 4 * CHUNK + 9 * seed, shared=2 * CHUNK) for seed in range(6)]
     expected = cold(model, *prompts)
-    with Engine(config(model)) as engine:
+    with Engine(always_loading(model)) as engine:
         for _ in range(2):
             handles = [engine.submit(each, GREEDY) for each in prompts]
             handles[2].abort()
@@ -98,9 +67,9 @@ def test_requests_at_once_answer_as_alone_and_leave_nothing(model: str) -> None:
 
 
 def test_a_wrong_state_changes_the_answer(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = prompt(0, 5 * CHUNK + 5)
+    first = random_prompt(0, 5 * CHUNK + 5)
     (expected,) = cold(model, first)
-    with Engine(config(model)) as engine:
+    with Engine(always_loading(model)) as engine:
         assert same(ask(engine, first), expected)
         restore = CacheLayers.restore_states
 
@@ -114,9 +83,9 @@ def test_a_wrong_state_changes_the_answer(model: str, monkeypatch: pytest.Monkey
 
 
 def test_every_logit_of_a_prompt_can_be_asked_for(model: str) -> None:
-    tokens = prompt(0, 2 * CHUNK + 5)
+    tokens = random_prompt(0, 2 * CHUNK + 5)
     params = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=1)
-    with Engine(config(model)) as engine:
+    with Engine(always_loading(model)) as engine:
         ask(engine, tokens)
         found = engine.submit(tokens, params).result(60)
         assert len(found.prompt_tokens) == len(tokens)

@@ -20,7 +20,7 @@ from kvtier.testing import host_memory
 from kvtier.tiers import DeviceTier
 from tests.kit.servers import ValkeyServer, has_valkey
 
-from .asking import ask, same
+from .asking import ask, restarted, same
 from .conftest import SMALL
 
 pytestmark = [
@@ -55,20 +55,11 @@ def with_store(
     return replace(SMALL, model=model, cache=cache)
 
 
-@pytest.fixture
-def prompt(text: str) -> list[int]:
-    with Engine(SMALL) as engine:
-        return engine.tokenizer.encode(text)[:300]
-
-
 @pytest.mark.parametrize("model", ["random-gqa", "random-mla"])
 def test_lossy_kv_is_never_given_to_an_engine_that_asked_for_exact(
     valkey: ValkeyServer, prompt: list[int], model: str
 ) -> None:
-    with Engine(with_store(valkey, "int8", model)) as engine:
-        cold = ask(engine, prompt)
-    with Engine(with_store(valkey, "int8", model)) as engine:
-        lossy = ask(engine, prompt)
+    cold, lossy = restarted(with_store(valkey, "int8", model), prompt)
     assert lossy.hit_tokens == {STORE: NUM_BLOCKS * 16}
     assert not same(cold, lossy), "else nothing here would show that KV is lossy"
     for codec in ("none", "fp8"):

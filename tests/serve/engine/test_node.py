@@ -34,19 +34,12 @@ def over(node: NodeProcess, model: str = "random-gqa") -> EngineConfig:
     return replace(SMALL, model=model, cache=cache)
 
 
-@pytest.fixture
-def prompt(text: str) -> list[int]:
-    with Engine(SMALL) as engine:
-        return engine.tokenizer.encode(text)[:300]
-
-
 @pytest.mark.parametrize("model", ["random-gqa", "random-mla"])
 def test_second_engine_loads_what_the_first_has_computed(
     node: NodeProcess, prompt: list[int], model: str
 ) -> None:
     with Engine(over(node, model)) as one, Engine(over(node, model)) as other:
         cold = ask(one, prompt)
-        one.drain()
         warm = ask(other, prompt)
     assert cold.num_cached_tokens == 0
     assert warm.hit_tokens == {NODE: 288}

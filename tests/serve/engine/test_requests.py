@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvtier.core.errors import Closed, ConfigError
 from kvtier.core.types import PrefetchPolicy
@@ -23,9 +19,7 @@ from kvtier.serve.engine import (
     SamplingParams,
     Token,
 )
-from kvtier.serve.engine.model_names import BUILTIN
 from kvtier.serve.engine.models import load_model
-from kvtier.serve.engine.tokenizer import Tokenizer
 
 from .conftest import changed
 
@@ -46,13 +40,21 @@ Make = Callable[[EngineConfig], Engine]
         ([5], SamplingParams(top_p=0.0), "top_p is 0.0"),
         ([5], SamplingParams(top_k=-1), "top_k is -1"),
         ([5], SamplingParams(num_logprobs=21), "num_logprobs is 21"),
+        ([5], SamplingParams(prompt_logprobs=21), "prompt_logprobs is 21"),
+        ([5], SamplingParams(min_p=1.1), "min_p is 1.1"),
+        ([5], SamplingParams(presence_penalty=-2.1), "presence_penalty is -2.1"),
+        ([5], SamplingParams(frequency_penalty=2.1), "frequency_penalty is 2.1"),
+        ([5], SamplingParams(repetition_penalty=0.0), "repetition_penalty is 0.0"),
+        ([5], SamplingParams(min_tokens=17), "min_tokens is 17"),
+        ([5], SamplingParams(logit_bias=((4096, 1.0),)), "name the token id 4096"),
+        ([5], SamplingParams(stop_token_ids=(-1,)), "name the token id -1"),
     ],
 )
 def test_bad_requests_get_one_clear_sentence(
-    make: Make, prompt: list[int], params: SamplingParams, sentence: str
+    tiny: Engine, prompt: list[int], params: SamplingParams, sentence: str
 ) -> None:
     with pytest.raises(RequestError, match=sentence):
-        make(changed()).submit(prompt, params)
+        tiny.submit(prompt, params)
 
 
 def test_a_full_queue_refuses(make: Make) -> None:
@@ -70,22 +72,6 @@ def test_a_closed_engine_refuses(make: Make) -> None:
         engine.submit([5])
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"model": "no/such/model"}, "neither built in"),
-        ({"dtype": "int8"}, "dtype: 'int8' is unknown"),
-        ({"device_capacity": "1KiB"}, "less than one chunk"),
-        ({"device_capacity": "much"}, "can't read 'much'"),
-        ({"chunk_tokens": 40}, "no multiple of block_size"),
-        ({"max_running": 0}, "max_running: 0 is below 1"),
-    ],
-)
-def test_bad_settings_get_one_clear_sentence(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        Engine(changed(**changes))
-
-
 def test_model_with_unknown_layers_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
@@ -94,68 +80,18 @@ def test_model_with_unknown_layers_is_refused_before_its_weights_are_read(tmp_pa
         load_model(str(tmp_path), torch.device("cpu"), "auto")
 
 
-def test_tokens_stream_in_order_and_agree_with_the_completion(make: Make, text: str) -> None:
-    engine = make(changed())
+def test_tokens_stream_in_order_and_agree_with_the_completion(
+    make: Make, prompt: list[int]
+) -> None:
     seen: list[Token] = []
-    handle = engine.submit(
-        engine.tokenizer.encode(text)[:100],
-        SamplingParams(max_tokens=9, num_logprobs=3),
-        on_token=seen.append,
-    )
-    completion = handle.result(60)
+    params = SamplingParams(max_tokens=9, num_logprobs=3)
+    completion = make(changed()).submit(prompt, params, on_token=seen.append).result(60)
     assert tuple(seen) == completion.tokens
     assert completion.token_ids == tuple(token.token_id for token in seen)
     assert 0 < completion.ttft_s <= completion.e2e_s
     for token in seen:
         assert len(token.top_logprobs) == 3
         assert token.top_logprobs[0] == (token.token_id, token.logprob)  # greedy takes the best
-
-
-def test_a_seed_repeats_and_another_differs(make: Make, text: str) -> None:
-    engine = make(changed())
-    prompt = engine.tokenizer.encode(text)[:100]
-
-    def sample(seed: int) -> tuple[int, ...]:
-        params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)
-        return engine.submit(prompt, params).result(60).token_ids
-
-    assert sample(1) == sample(1)
-    assert sample(1) != sample(2)
-
-
-def test_generation_stops_at_a_stop_token(make: Make, text: str) -> None:
-    engine = make(changed())
-    prompt = engine.tokenizer.encode(text)[:100]
-    free = engine.submit(prompt, SamplingParams(max_tokens=8)).result(60)
-    stop = free.token_ids[3]
-    first = free.token_ids.index(stop)
-    cut = engine.submit(prompt, SamplingParams(max_tokens=8, stop_token_ids=(stop,))).result(60)
-    assert cut.finish_reason == "stop"
-    assert cut.token_ids == free.token_ids[: first + 1]
-
-
-@given(st.lists(st.integers(0, 4095), max_size=40))
-def test_streamed_text_is_the_decoded_text(token_ids: list[int]) -> None:
-    """True for any tokens, including pieces of characters."""
-    tokenizer = _tokenizer()
-    stream = tokenizer.detokenizer()
-    pieces = [stream.push(token_id) for token_id in token_ids]
-    assert "".join([*pieces, stream.flush()]) == tokenizer.decode(token_ids)
-
-
-@given(st.text(max_size=60))
-def test_streamed_characters_are_never_half(text: str) -> None:
-    tokenizer = _tokenizer()
-    stream = tokenizer.detokenizer()
-    pieces = [stream.push(token_id) for token_id in tokenizer.encode(text)]
-    if "\ufffd" not in text:
-        assert not any("\ufffd" in piece for piece in pieces)
-    assert "".join([*pieces, stream.flush()]) == tokenizer.decode(tokenizer.encode(text))
-
-
-@cache
-def _tokenizer() -> Tokenizer:
-    return Tokenizer(BUILTIN / "kvtier-tiny")
 
 
 @pytest.mark.parametrize("policy", PrefetchPolicy)
@@ -169,12 +105,6 @@ def test_one_waits_for_another_without_a_host_tier(make: Make, policy: PrefetchP
     done = [each.result(60) for each in [engine.submit(prompt, params) for prompt in prompts]]
     assert [each.finish_reason for each in done] == ["length"] * 4
     assert [each.num_cached_tokens for each in done] == [0, 0, 96, 0]
-
-
-def test_default_settings_serve_more_than_run_at_once(make: Make) -> None:
-    engine = make(EngineConfig(max_running=1, threads=1, device_capacity="32MiB"))
-    handles = [engine.submit([5 + at] * 200, SamplingParams(max_tokens=2)) for at in range(4)]
-    assert {handle.result(60).finish_reason for handle in handles} <= {"length", "stop"}
 
 
 def test_auto_is_the_cpu_where_torch_knows_an_accelerator_that_is_not_there(

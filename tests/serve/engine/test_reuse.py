@@ -10,28 +10,16 @@ import pytest
 
 from kvtier.core.types import DEVICE, HOST, WritePolicy
 from kvtier.layout import part_view
-from kvtier.serve.engine import Completion, Engine, EngineConfig, SamplingParams
+from kvtier.serve.engine import Engine, EngineConfig
 
+from .asking import GREEDY, ask, same
 from .conftest import changed
 
 pytestmark = pytest.mark.engine
 
-KEEP = SamplingParams(max_tokens=6, keep_logits=True)
 MODELS = ("random-gqa", "random-llama", "random-mla", "kvtier-tiny")
 
 Make = Callable[[EngineConfig], Engine]
-
-
-def run(engine: Engine, prompt: list[int], salt: str = "") -> Completion:
-    completion = engine.submit(prompt, KEEP, salt=salt).result(60)
-    assert completion.finish_reason in ("length", "stop"), completion.error
-    return completion
-
-
-def equal(a: Completion, b: Completion) -> bool:
-    assert a.logits is not None
-    assert b.logits is not None
-    return np.array_equal(a.logits, b.logits)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -44,16 +32,16 @@ def test_prefix_made_by_another_request_gives_equal_logits(
     for start in (0, 3000, 6000):
         prompt = tokens[start : start + 301]
         sibling = prompt[:250] + tokens[start + 900 : start + 1000]
-        cold = run(engine, prompt, salt=f"cold {start}")
+        cold = ask(engine, prompt, salt=f"cold {start}")
         assert cold.num_cached_tokens == 0
-        run(engine, sibling)
+        ask(engine, sibling)
         assert engine.drain()
         if tier == HOST:
             engine.clear_tier(DEVICE)
-        warm = run(engine, prompt)
+        warm = ask(engine, prompt)
         assert warm.hit_tokens == {tier: 224}  # 250 tokens are shared: seven cells of 32
         assert warm.num_cached_tokens == 224
-        assert equal(cold, warm)
+        assert same(cold, warm)
         assert cold.token_ids == warm.token_ids
 
 
@@ -62,7 +50,7 @@ def test_one_changed_value_is_noticed(make: Make, text: str, model: str) -> None
     """Negative control of the tests above: logits depend on every reused block."""
     engine = make(changed(model=model, device_capacity="32MiB", host=0))
     prompt = engine.tokenizer.encode(text)[:301]
-    cold = run(engine, prompt)
+    cold = ask(engine, prompt)
 
     def change_one_value() -> None:
         pool: Any = engine.cache._tiers[DEVICE]
@@ -73,9 +61,9 @@ def test_one_changed_value_is_noticed(make: Make, text: str, model: str) -> None
         np.frombuffer(keys[slot, 0, 3, 0].data, np.float32)[...] += 0.5
 
     engine.call(change_one_value)
-    warm = run(engine, prompt)
+    warm = ask(engine, prompt)
     assert warm.num_cached_tokens == 288
-    assert not equal(cold, warm)
+    assert not same(cold, warm)
 
 
 def test_decoding_after_reuse_equals_transformers_own_attention(make: Make, text: str) -> None:
@@ -87,7 +75,7 @@ def test_decoding_after_reuse_equals_transformers_own_attention(make: Make, text
 
     engine = make(changed(model="kvtier-tiny", device_capacity="32MiB"))
     prompt = engine.tokenizer.encode(text)[:200]
-    ours = run(engine, prompt)
+    ours = ask(engine, prompt)
     model = AutoModelForCausalLM.from_pretrained(BUILTIN / "kvtier-tiny", dtype=torch.float32)
     tokens = torch.tensor([prompt + list(ours.token_ids)])
     with torch.inference_mode():
@@ -103,30 +91,30 @@ def test_every_write_policy_serves_from_host_what_left_the_device(
     engine = make(changed(policy=policy))
     tokens = engine.tokenizer.encode(text)
     prompt = tokens[:200]
-    cold = run(engine, prompt)
-    again = run(engine, prompt)
+    cold = ask(engine, prompt)
+    again = ask(engine, prompt)
     assert engine.drain()
     engine.clear_tier(DEVICE)
-    warm = run(engine, prompt)
+    warm = ask(engine, prompt)
     assert warm.hit_tokens == {HOST: 192}
-    assert equal(cold, again)
-    assert equal(cold, warm)
+    assert same(cold, again)
+    assert same(cold, warm)
 
 
 def test_salts_share_nothing(make: Make, text: str) -> None:
     engine = make(changed())
     prompt = engine.tokenizer.encode(text)[:200]
-    run(engine, prompt, salt="a")
-    assert run(engine, prompt, salt="b").num_cached_tokens == 0
-    assert run(engine, prompt, salt="a").num_cached_tokens == 192
+    ask(engine, prompt, salt="a")
+    assert ask(engine, prompt, salt="b").num_cached_tokens == 0
+    assert ask(engine, prompt, salt="a").num_cached_tokens == 192
 
 
 def test_cache_off_reuses_nothing_and_answers_alike(make: Make, text: str) -> None:
     on, off = make(changed()), make(changed(prefix_cache=False, host=0))
     prompt = on.tokenizer.encode(text)[:200]
-    first, second = run(off, prompt), run(off, prompt)
+    first, second = ask(off, prompt), ask(off, prompt)
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
-    assert equal(first, run(on, prompt))
+    assert same(first, ask(on, prompt))
     assert off.cache.used_slots() == {DEVICE: 0}
 
 
@@ -135,6 +123,6 @@ def test_requests_in_line_share_a_prefix_computed_meanwhile(make: Make, text: st
     engine = make(changed())
     tokens = engine.tokenizer.encode(text)
     prompts = [tokens[:256] + tokens[1000 + 40 * i : 1040 + 40 * i] for i in range(6)]
-    handles = [engine.submit(prompt, KEEP) for prompt in prompts]
+    handles = [engine.submit(prompt, GREEDY) for prompt in prompts]
     cached = [handle.result(60).num_cached_tokens for handle in handles]
     assert cached == [0, 256, 256, 256, 256, 256]

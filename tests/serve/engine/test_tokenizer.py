@@ -48,6 +48,12 @@ def test_text_goes_on_behind_a_prompt_as_if_decoded_at_once(
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
 
 
+@given(st.lists(st.integers(0, 4095), max_size=40))
+def test_streamed_text_of_any_tokens_is_the_decoded_text(token_ids: list[int]) -> None:
+    tokenizer = tokenizer_of("byte-level")
+    assert "".join(streamed(tokenizer, [], token_ids)) == tokenizer.decode(token_ids)
+
+
 @pytest.mark.parametrize("specials", [[], [1], [1, 2, 1]])
 def test_a_blank_stays_behind_special_tokens(specials: list[int]) -> None:
     tokenizer = tokenizer_of("sentencepiece")

@@ -4,50 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from kvtier.core.types import DEVICE, DISK
 from kvtier.identity import Identification, Identity, WeightsMemory
 from kvtier.identity.files import GRAIN_NS
-from kvtier.serve.engine import Completion, Engine, EngineConfig, SamplingParams, models
-from kvtier.serve.engine.model_names import BUILTIN
+from kvtier.serve.engine import Completion, Engine, EngineConfig, models
 
-from .asking import same
+from .asking import GREEDY, ask, restarted, same
+from .checkpoints import Tensors, change_tensors, checkpoint
 from .conftest import SMALL
 
 pytestmark = pytest.mark.engine
 
-GREEDY = SamplingParams(max_tokens=4, ignore_eos=True, keep_logits=True)
-TOKENS = 300
 CACHED = 288
-
-
-def model_in(folder: Path) -> Path:
-    """Return a copy of the built-in model that the test may change."""
-    shutil.copytree(BUILTIN / "kvtier-tiny", folder)
-    return folder
+"""Tokens of the prompt of 300 in whole chunks."""
 
 
 def change_projections(model: Path) -> None:
     """Change all K and V projections. Names, sizes and shapes stay, as with merged LoRA."""
-    file = model / "model.safetensors"
-    before = file.stat()
-    tensors = load_file(file)
-    changed = [name for name in tensors if ".k_proj." in name or ".v_proj." in name]
-    assert changed
-    for name in changed:
-        tensors[name] = tensors[name].flip(0).contiguous()
-    save_file(tensors, file, metadata={"format": "pt"})
-    assert file.stat().st_size == before.st_size
+    before = (model / "model.safetensors").stat()
+
+    def flip(tensors: Tensors) -> None:
+        changed = [name for name in tensors if ".k_proj." in name or ".v_proj." in name]
+        assert changed
+        tensors.update({name: tensors[name].flip(0).contiguous() for name in changed})
+
+    change_tensors(model, flip)
+    assert (model / "model.safetensors").stat().st_size == before.st_size
 
 
 def config(model: Path, slab: Path, **changes: object) -> EngineConfig:
@@ -55,23 +45,11 @@ def config(model: Path, slab: Path, **changes: object) -> EngineConfig:
     return replace(SMALL, model=str(model), device_capacity="16MiB", cache=cache, **changes)  # type: ignore[arg-type]
 
 
-def ask(engine: Engine, prompt: list[int], params: SamplingParams = GREEDY) -> Completion:
-    completion = engine.submit(prompt, params).result(60)
-    assert engine.drain()
-    return completion
-
-
-@pytest.fixture
-def prompt(text: str) -> list[int]:
-    with Engine(replace(SMALL, model="kvtier-tiny", device_capacity="16MiB")) as engine:
-        return engine.tokenizer.encode(text)[:TOKENS]
-
-
 @pytest.mark.slow
 def test_other_weights_in_a_folder_of_the_same_name_reuse_nothing(
     tmp_path: Path, prompt: list[int]
 ) -> None:
-    first, second = model_in(tmp_path / "one" / "model"), model_in(tmp_path / "two" / "model")
+    first, second = checkpoint(tmp_path / "one" / "model"), checkpoint(tmp_path / "two" / "model")
     change_projections(second)
     with Engine(config(first, tmp_path / "slab")) as engine:
         ask(engine, prompt)
@@ -86,23 +64,13 @@ def test_other_weights_in_a_folder_of_the_same_name_reuse_nothing(
     assert not same(again, other), "or the test would not notice"
 
 
-def test_equal_weights_in_another_folder_of_the_same_name_reuse_all(
-    tmp_path: Path, prompt: list[int]
+@pytest.mark.parametrize("name", ["two/model", "one/renamed"])
+def test_equal_weights_in_another_folder_reuse_all(
+    tmp_path: Path, prompt: list[int], name: str
 ) -> None:
-    first, second = model_in(tmp_path / "one" / "model"), model_in(tmp_path / "two" / "model")
-    with Engine(config(first, tmp_path / "slab")) as engine:
-        ask(engine, prompt)
-    with Engine(config(second, tmp_path / "slab")) as engine:
-        assert ask(engine, prompt).hit_tokens == {DISK: CACHED}
-
-
-def test_renamed_folder_reuses_all(tmp_path: Path, prompt: list[int]) -> None:
-    model = model_in(tmp_path / "v1")
-    with Engine(config(model, tmp_path / "slab")) as engine:
-        before = ask(engine, prompt)
-    renamed = model.rename(tmp_path / "v2")
-    with Engine(config(renamed, tmp_path / "slab")) as engine:
-        after = ask(engine, prompt)
+    first, second = checkpoint(tmp_path / "one" / "model"), checkpoint(tmp_path / name)
+    slab = tmp_path / "slab"
+    before, after = restarted(config(first, slab), prompt, config(second, slab))
     assert after.hit_tokens == {DISK: CACHED}
     assert same(after, before)
 
@@ -110,7 +78,7 @@ def test_renamed_folder_reuses_all(tmp_path: Path, prompt: list[int]) -> None:
 def test_byte_that_changed_far_into_a_file_is_another_model(
     tmp_path: Path, prompt: list[int]
 ) -> None:
-    model = model_in(tmp_path / "model")
+    model = checkpoint(tmp_path / "model")
     with Engine(config(model, tmp_path / "slab")) as engine:
         ask(engine, prompt)
     file = model / "model.safetensors"
@@ -129,7 +97,7 @@ def test_byte_that_changed_far_into_a_file_is_another_model(
 
 
 class Gate:
-    """Holds the check in the background until the test opens it."""
+    """Holds the check in the background until the test opens it, or the check is stopped."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
@@ -140,8 +108,8 @@ class Gate:
 
         class Held(Identification):
             def read(self, threads: int | None = None, is_polite: bool = False) -> Identity:
-                if is_polite:
-                    assert gate.opened.wait(60)
+                while is_polite and not (gate.opened.is_set() or self._stop.wait(0.001)):
+                    pass
                 return super().read(threads, is_polite)
 
         return lambda folders, _: Held(folders, memory, small_bytes=0)
@@ -176,7 +144,7 @@ def heard(engine: Engine) -> None:
 def test_remembered_weights_reuse_at_once_and_write_once_they_are_checked(
     tmp_path: Path, prompt: list[int], gate: Gate
 ) -> None:
-    model = model_in(tmp_path / "model")
+    model = checkpoint(tmp_path / "model")
     with Engine(config(model, tmp_path / "slab")) as engine:
         assert archives(engine), "all was read at the start"
         ask(engine, prompt)
@@ -204,7 +172,7 @@ def mistaken(
 
     KV of those other weights is on disk. Also return the answer by the folder's own weights.
     """
-    first, second = model_in(tmp_path / "one" / "model"), model_in(tmp_path / "two" / "model")
+    first, second = checkpoint(tmp_path / "one" / "model"), checkpoint(tmp_path / "two" / "model")
     change_projections(second)
     with Engine(config(second, tmp_path / "empty")) as engine:
         right = ask(engine, prompt)
@@ -310,38 +278,19 @@ def test_request_that_computed_all_of_its_kv_goes_on(
     assert len(completion.token_ids) == 200
 
 
-def test_engine_that_closes_waits_for_no_check(
-    tmp_path: Path,
-    prompt: list[int],
-    memory: WeightsMemory,
-    monkeypatch: pytest.MonkeyPatch,
-    gate: Gate,
-) -> None:
-    model = model_in(tmp_path / "model")
+@pytest.mark.usefixtures("gate")
+def test_engine_that_closes_waits_for_no_check(tmp_path: Path, prompt: list[int]) -> None:
+    model = checkpoint(tmp_path / "model")
     with Engine(config(model, tmp_path / "slab")):
         pass
-    monkeypatch.setattr(models, "Identification", partial(_unchecked, memory))
     with Engine(config(model, tmp_path / "slab")) as engine:
         assert ask(engine, prompt).num_cached_tokens == 0
-
-
-class _Unchecked(Identification):
-    """An identification whose background check runs until it is stopped."""
-
-    def read(self, threads: int | None = None, is_polite: bool = False) -> Identity:
-        if is_polite:
-            assert self._stop.wait(60)
-        return super().read(threads, is_polite)
-
-
-def _unchecked(memory: WeightsMemory, folders: list[Path], _: WeightsMemory) -> Identification:
-    return _Unchecked(folders, memory, small_bytes=0)
 
 
 def test_weights_that_nobody_can_name_keep_their_kv_to_this_process(
     tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_in(tmp_path / "model")
+    model = checkpoint(tmp_path / "model")
     file = model / "model.safetensors"
 
     class Touched(Identification):

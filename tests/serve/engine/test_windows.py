@@ -6,10 +6,9 @@ The oracle is a pool that keeps all tokens of all layers.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy, Slot, WritePolicy
 from kvtier.devices import Direction
 from kvtier.devices.cpu import CpuDevice
 from kvtier.layout import DType, full_attention
-from kvtier.serve.engine import Completion, Engine, EngineConfig, SamplingParams
+from kvtier.serve.engine import Engine
 from kvtier.serve.engine.attention import AttentionParams
 from kvtier.serve.engine.batch import BatchKV
 from kvtier.serve.engine.models import load_model
@@ -34,10 +33,11 @@ from kvtier.serve.engine.runner import ModelRunner
 from kvtier.serve.engine.windows import MAX_BUNDLES, WindowLayers, WindowRunner
 from kvtier.testing import FaultyDevice
 from scripts.model_coverage import WINDOW, kinds, save
-from tests.serve.engine.asking import GREEDY, ask, same
-from tests.serve.engine.conftest import SMALL
 
-pytestmark = pytest.mark.engine
+from .asking import GREEDY, always_loading, ask, cold, random_prompt, same
+from .conftest import SMALL
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 CHUNK, BLOCK = SMALL.chunk_tokens, SMALL.block_size
 MODELS = {
@@ -52,14 +52,6 @@ MODELS = {
 """Places of the layers, by model."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     """Return the checkpoints by name."""
@@ -67,13 +59,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     for name, folder in found.items():
         save(name, kinds()[name], folder)
     return {name: str(folder) for name, folder in found.items()}
-
-
-def prompt(seed: int, num_tokens: int, shared: int = 0) -> list[int]:
-    """Return a prompt whose first ``shared`` tokens are those of seed 0."""
-    made = torch.randint(3, 1000, (num_tokens,), generator=torch.Generator().manual_seed(seed))
-    tokens: list[int] = made.tolist()
-    return prompt(0, shared) + tokens[shared:] if shared else tokens
 
 
 # -- places ----------------------------------------------------------------------------------------
@@ -175,7 +160,7 @@ def test_a_ring_computes_what_a_pool_of_all_tokens_does(
     num_new = 2 * WINDOW + 5
     sequences = [pair.sequence(length + num_new, rng) for length in lengths]
     for both, length in zip(sequences, lengths, strict=True):
-        pair.prefill(both, prompt(length, length))
+        pair.prefill(both, random_prompt(length, length))
     for step in range(num_new):
         tokens = [rng.randrange(3, 1000) for _ in lengths]
         pair.decode(sequences, tokens, [length + step + 1 for length in lengths])
@@ -267,27 +252,15 @@ def test_a_ring_that_is_too_short_for_its_attention_is_an_error() -> None:
 # -- requests --------------------------------------------------------------------------------------
 
 
-def config(model: str, **changes: Any) -> EngineConfig:
-    """Return settings that always load cached KV."""
-    cache = replace(SMALL.cache, load_policy=LoadPolicy.ALWAYS)
-    given: dict[str, Any] = {"cache": cache, "threads": 1, "max_model_tokens": 700} | changes
-    return replace(SMALL, model=model, **given)
-
-
-def cold(model: str, *prompts: list[int], params: SamplingParams = GREEDY) -> list[Completion]:
-    with Engine(config(model, prefix_cache=False)) as engine:
-        return [engine.submit(each, params).result(60) for each in prompts]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_kv_comes_back_from_every_tier_at_any_cut(
     models: Mapping[str, str], tmp_path: Path, name: str
 ) -> None:
-    first = prompt(0, 9 * CHUNK + 5)
+    first = random_prompt(0, 9 * CHUNK + 5)
     others = [
-        prompt(1, 12 * CHUNK, shared=9 * CHUNK + 5),  # its next turn
-        prompt(2, 8 * CHUNK + 1, shared=5 * CHUNK + 7),  # branches off inside it
-        prompt(3, 3 * CHUNK, shared=CHUNK),  # branches off before a window is full
+        random_prompt(1, 12 * CHUNK, shared=9 * CHUNK + 5),  # its next turn
+        random_prompt(2, 8 * CHUNK + 1, shared=5 * CHUNK + 7),  # branches off inside it
+        random_prompt(3, 3 * CHUNK, shared=CHUNK),  # branches off before a window is full
         first,
     ]
     reused = [9, 5, 1, 9]
@@ -295,7 +268,7 @@ def test_kv_comes_back_from_every_tier_at_any_cut(
     memory = CacheConfig(host_capacity="16MiB", load_policy=LoadPolicy.ALWAYS, strict=True)
     disk = replace(memory, disk_path=str(tmp_path), disk_capacity="64MiB")
     for tier, cache in ((DEVICE, memory), (HOST, disk)):
-        with Engine(config(models[name], cache=cache)) as engine:
+        with Engine(always_loading(models[name], cache=cache)) as engine:
             ask(engine, first)
             for other, right, num in zip(others, expected, reused, strict=True):
                 if tier == HOST:
@@ -303,7 +276,7 @@ def test_kv_comes_back_from_every_tier_at_any_cut(
                 found = ask(engine, other)
                 assert same(found, right), tier
                 assert found.hit_tokens == {tier: num * CHUNK}
-    with Engine(config(models[name], cache=disk)) as engine:
+    with Engine(always_loading(models[name], cache=disk)) as engine:
         for other, right in zip(others, expected, strict=True):
             found = ask(engine, other)
             assert same(found, right)
@@ -318,9 +291,9 @@ def test_an_answer_longer_than_a_window_continues_what_was_loaded(
     models: Mapping[str, str], name: str
 ) -> None:
     params = replace(GREEDY, max_tokens=2 * WINDOW + 9)
-    asked = prompt(0, 4 * CHUNK + 3)
+    asked = random_prompt(0, 4 * CHUNK + 3)
     (expected,) = cold(models[name], asked, params=params)
-    with Engine(config(models[name])) as engine:
+    with Engine(always_loading(models[name])) as engine:
         for tier in ("", DEVICE, HOST):
             found = engine.submit(asked, params).result(60)
             assert same(found, expected)
@@ -334,11 +307,13 @@ def test_requests_at_once_share_a_prefix_and_leave_nothing(models: Mapping[str, 
     """The pool fits few of the requests, so KV is evicted all the time."""
     model = models["gemma3_text"]
     params = replace(GREEDY, max_tokens=1)
-    prompts = [prompt(seed, CHUNK * (7 + seed % 4) + seed, 6 * CHUNK) for seed in range(1, 13)]
+    prompts = [
+        random_prompt(seed, CHUNK * (7 + seed % 4) + seed, 6 * CHUNK) for seed in range(1, 13)
+    ]
     expected = cold(model, *prompts, params=params)
     small = replace(SMALL.cache, host_capacity="512KiB", load_policy=LoadPolicy.ALWAYS)
     changes = {"cache": small, "device_capacity": "1MiB", "max_model_tokens": 0}
-    with Engine(config(model, **changes)) as engine:
+    with Engine(always_loading(model, **changes)) as engine:
         for _ in range(3):
             handles = [engine.submit(each, params) for each in prompts]
             found = [handle.result(60) for handle in handles]
@@ -359,10 +334,10 @@ def test_a_running_request_holds_its_ring_and_no_more(
     models: Mapping[str, str], policy: WritePolicy
 ) -> None:
     cache = replace(SMALL.cache, write_policy=policy, load_policy=LoadPolicy.ALWAYS)
-    asked = prompt(0, 14 * CHUNK)
+    asked = random_prompt(0, 14 * CHUNK)
     most = 5 * (-(-(WINDOW - 1) // BLOCK) + CHUNK // BLOCK)  # bundles of a window and a chunk
     seen = []
-    with Engine(config(models["gemma3_text"], cache=cache)) as engine:
+    with Engine(always_loading(models["gemma3_text"], cache=cache)) as engine:
 
         def look(_: object) -> None:
             (request,) = engine._scheduler.running
@@ -389,9 +364,9 @@ def test_a_request_whose_load_fails_begins_again(
     """The first copies load cells, the others the path."""
     device = FaultyDevice(CpuDevice(threads=1))
     monkeypatch.setattr("kvtier.serve.engine.engine.find_device", lambda name: device)
-    asked = prompt(0, 5 * CHUNK + 3)
+    asked = random_prompt(0, 5 * CHUNK + 3)
     (expected,) = cold(models["gpt_oss"], asked)
-    with Engine(config(models["gpt_oss"])) as engine:
+    with Engine(always_loading(models["gpt_oss"])) as engine:
         ask(engine, asked)
         engine.clear_tier(DEVICE)
         device.fail(Direction.LOAD, nth)
@@ -404,12 +379,12 @@ def test_a_request_without_room_for_its_ring_waits_and_too_long_ones_are_refused
     models: Mapping[str, str],
 ) -> None:
     changes = {"device_capacity": "300KiB", "max_model_tokens": 0, "max_running": 4}
-    with Engine(config(models["gemma3_text"], **changes)) as engine:
+    with Engine(always_loading(models["gemma3_text"], **changes)) as engine:
         longest = engine.info.max_model_tokens
         assert CHUNK < longest < 700
-        prompts = [prompt(seed, longest - 4) for seed in range(4)]
+        prompts = [random_prompt(seed, longest - 4) for seed in range(4)]
         found = [each.result(60) for each in [engine.submit(each, GREEDY) for each in prompts]]
         assert {each.finish_reason for each in found} == {"length"}
         assert isinstance(engine.cache, WindowCache)
     with pytest.raises(ConfigError, match=r"less than one chunk of 32 tokens and \d+ blocks of"):
-        Engine(config(models["gemma3_text"], device_capacity="40KiB"))
+        Engine(always_loading(models["gemma3_text"], device_capacity="40KiB"))
