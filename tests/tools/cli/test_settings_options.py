@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from kvtier.core.config import CacheConfig
+from kvtier.serve.engine.config import EngineConfig
+from kvtier.serve.server.config import ServerConfig
 from kvtier.tools.cli import app
 from kvtier.tools.cli.settings_options import MAIN, settings_options
 
@@ -21,13 +26,17 @@ def test_help_shows_the_five_settings_that_matter_first(command: str) -> None:
     assert options[: len(expected)] == expected
 
 
-def test_option_has_the_default_and_the_help_of_its_setting() -> None:
+@pytest.mark.parametrize("kind", [CacheConfig, EngineConfig, ServerConfig])
+def test_option_has_the_default_and_the_help_of_its_setting(kind: type[Any]) -> None:
     serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     params = {param.name: param for param in serve.params}
-    for name, field in CacheConfig.__dataclass_fields__.items():
-        if name in params and name != "host_capacity":
-            assert params[name].help.startswith(field.metadata["meaning"])
-            assert str(params[name].default or "") in (str(field.default or ""), "0")
+    settings = [field for field in fields(kind) if "meaning" in field.metadata]
+    settings = [field for field in settings if field.name in params]
+    assert len(settings) > 5
+    for field in settings:
+        if field.name != "host_capacity":  # the server's own
+            assert params[field.name].help.startswith(field.metadata["meaning"])
+            assert str(params[field.name].default or "") in (str(field.default or ""), "0")
 
 
 def test_zero_that_was_given_is_not_the_default() -> None:

@@ -42,7 +42,7 @@ class EngineConfig:
     )
     events_replay: str = setting(
         "",
-        "ZeroMQ address at which routers request events that they missed.",
+        "ZeroMQ address at which routers request events that they missed, or the present state.",
         shown="none",
         panel=SERVER,
     )
