@@ -213,6 +213,7 @@ test-stores: peers-stores
 # Routers of other projects in front of kvtier's servers and over their events.
 test-routers: peers-routers
 	$(BIN)/python -m pytest tests/engines/routers
+	$(MAKE) vllm-tests VLLM_TESTS=tests/engines/vllm/test_router_events.py
 
 test-dashboard: setup
 	@command -v prometheus && command -v promtool || { echo "no Prometheus: apt-get install prometheus" >&2; exit 1; }

@@ -14,9 +14,8 @@ from kvtier.core.keys import grid_labels
 from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.index import State
 from kvtier.serve.engine import Engine, EngineConfig, SamplingParams
+from tests.kit.dynamo import DynamoIndexer, needs_routers
 from tests.kit.waiting import wait_until
-
-from .conftest import DynamoIndexer, needs_routers
 
 pytestmark = [pytest.mark.engine, needs_routers]
 
@@ -45,6 +44,12 @@ def engine(folder: Path) -> Engine:
 def engines(tmp_path: Path) -> Iterator[list[Engine]]:
     with ExitStack() as stack:
         yield [stack.enter_context(engine(tmp_path / str(at))) for at in range(2)]
+
+
+@pytest.fixture
+def indexer(tmp_path: Path) -> Iterator[DynamoIndexer]:
+    with DynamoIndexer(tmp_path) as made:
+        yield made
 
 
 def held(engine: Engine, prompt: list[int], salt: str) -> dict[str, int]:

@@ -13,11 +13,10 @@ import pytest
 
 from kvtier.core.config import CacheConfig
 from kvtier.serve.engine import Engine, EngineConfig
+from tests.kit.dynamo import PYTHON, needs_routers
 from tests.kit.servers import free_ports
 from tests.kit.waiting import wait_until
 from tests.serve.server.conftest import MODEL, Running, running
-
-from .conftest import PYTHON, needs_routers
 
 pytestmark = [pytest.mark.engine, needs_routers]
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.v1.core.kv_cache_utils import BlockHash
 
 from kvtier.connectors.vllm.kv_connector.config import facts_of, keep_block_hashes
+from kvtier.connectors.vllm.kv_connector.events import TierEvents
 from kvtier.connectors.vllm.kv_connector.messages import NOTHING, RankMessage, StepMessage
 from kvtier.connectors.vllm.kv_connector.rank import RankHalf
 from kvtier.connectors.vllm.kv_connector.scheduler import SchedulerHalf, Tracked
@@ -24,7 +24,6 @@ from kvtier.connectors.vllm.kv_connector.stats import ConnectorMetrics, Connecto
 from kvtier.connectors.vllm.shared.halves import Sizes, begin_serving
 from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.pages import layer_sizes, tell_pages
-from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, kind_of
 from kvtier.connectors.vllm.shared.rank_weights import model_of_caller
 from kvtier.connectors.vllm.shared.recording import RequestRecording
 from kvtier.connectors.vllm.shared.shards import division_of, layout_of, shards_of
@@ -85,6 +84,7 @@ class KvtierConnector(KVConnectorBase_V1):
         self._facts = self._sizes.facts
         self._layers = layer_sizes(kv_cache_config.kv_cache_groups)
         self._num_pages = int(kv_cache_config.num_blocks)
+        self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._rank: RankHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         self._has_news = True  # there may be statistics that were not returned yet
@@ -101,6 +101,7 @@ class KvtierConnector(KVConnectorBase_V1):
             self._facts,
             DueRequests.for_config(config),
             bool(extra.get("offload_prompt_only", True)),
+            TierEvents(self._facts, self._spec) if self._facts.publishes_events else None,
         )
         self._adapters = begin_serving(self, manager, config)
         self._recording = RequestRecording(
@@ -177,22 +178,10 @@ class KvtierConnector(KVConnectorBase_V1):
         self._half.manager.pool_was_emptied()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        changes = self._half.manager.take_changes() if self._facts.publishes_events else ()
-        for change in changes:
-            hashes = [BlockHash(key[:-GROUP_BYTES]) for key in change.keys]
-            medium, _ = kind_of(change.tier)
-            if change.is_removed:
-                yield BlockRemoved(block_hashes=hashes, medium=medium)
-            else:
-                yield BlockStored(
-                    block_hashes=hashes,
-                    parent_block_hash=None,
-                    token_ids=[],
-                    block_size=0,
-                    lora_id=None,
-                    medium=medium,
-                    lora_name=None,
-                )
+        events = self._half.events
+        if events is not None:
+            for change in self._half.manager.take_changes():
+                yield from events.of(change)
 
     # -- in both -----------------------------------------------------------------------------------
 

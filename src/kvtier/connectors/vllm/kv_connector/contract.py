@@ -100,7 +100,10 @@ READ = with_shared({
         "world_size", "pipeline_parallel_size", "data_parallel_rank",
         "distributed_executor_backend", "nnodes_within_dp",
     ),
-    "Request": ("kv_transfer_params", "num_tokens", "skip_reading_prefix_cache",),
+    "Request": (
+        "kv_transfer_params", "num_tokens", "skip_reading_prefix_cache", "all_token_ids",
+        "lora_request",
+    ),
     "ModelConfig": ("dtype",),
 })  # fmt: skip
 """kvtier reads these fields, attributes and members."""

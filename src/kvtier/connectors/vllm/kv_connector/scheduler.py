@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from kvtier.cache.block_cache import Reserved
+    from kvtier.connectors.vllm.kv_connector.events import TierEvents
     from kvtier.connectors.vllm.shared.names import EngineFacts
     from kvtier.connectors.vllm.shared.request_state import RequestState
 
@@ -88,6 +89,7 @@ class SchedulerHalf:
         facts: Sizes of the engine's pages and blocks.
         due: Finds the requests of a step that may have something to store.
         prompt_only: Whether generated tokens are left out of the cache.
+        events: Turns changes into vLLM's KV events; None if vLLM publishes none.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class SchedulerHalf:
         facts: EngineFacts,
         due: DueRequests,
         prompt_only: bool = False,
+        events: TierEvents | None = None,
     ) -> None:
         self.manager = manager
         self._facts = facts
@@ -104,6 +107,7 @@ class SchedulerHalf:
         self.block_tokens = self._block = self._page * facts.pages_per_block
         self._hashes_per_block = self._block // facts.tokens_per_hash
         self._prompt_only = prompt_only
+        self.events = events
         self._requests: dict[str, Tracked] = {}
         self._jobs: dict[int, RunningJob] = {}
         self._ids = itertools.count(1)
@@ -166,6 +170,8 @@ class SchedulerHalf:
                     break
                 is_ready &= place is BlockState.MEMORY
                 end += 1
+            if self.events is not None:
+                self._describe(tracked, tracked.keys[first:end])
             return max(0, end * self._block - num_computed) if is_ready else None
 
         return self.manager.num_to_load(tracked.state, num_computed, request.num_tokens, look_up)
@@ -237,10 +243,17 @@ class SchedulerHalf:
             at = tracked.state.request.ends[key] // self._page
             stored += pages[at - num : at]
         assert len(stored) == num * len(reserved.keys), "vLLM has not reported the pages of a block"
+        if self.events is not None:
+            self._describe(tracked, reserved.keys)
         slots = BlockSlots(reserved.slots, guard=reserved.guard)
         job = self._begin_job(tracked, reserved.keys, PageRange(stored), slots, is_store=True)
         tracked.stores.add(job.job_id)
         self._stores.append(job)
+
+    def _describe(self, tracked: Tracked, keys: Iterable[bytes]) -> None:
+        assert self.events is not None, "checked by the caller: most engines have no listener"
+        for key in keys:
+            self.events.describe(tracked.request, key, tracked.state.request.ends[key])
 
     def _drop_stores(self, tracked: Tracked) -> None:
         """Mark the stores of a preempted request: vLLM may reuse their pages during the copy.

@@ -1,20 +1,20 @@
-"""Programs of other projects that route by block events, each in a process of its own."""
+"""Dynamo's indexer, a reader of block events, in a process of its own."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from tests.kit.servers import free_port
 from tests.kit.waiting import wait_until
 
-PYTHON = Path(__file__).resolve().parents[3] / ".peers/routers/bin/python"
+PYTHON = Path(__file__).resolve().parents[2] / ".peers/routers/bin/python"
 needs_routers = pytest.mark.skipif(
     not PYTHON.exists(), reason="no routers: make test-routers installs them"
 )
@@ -80,9 +80,8 @@ class DynamoIndexer:
         self._process.kill()
         self._process.wait()
 
+    def __enter__(self) -> Self:
+        return self
 
-@pytest.fixture
-def indexer(tmp_path: Path) -> Iterator[DynamoIndexer]:
-    made = DynamoIndexer(tmp_path)
-    yield made
-    made.close()
+    def __exit__(self, *error: object) -> None:
+        self.close()

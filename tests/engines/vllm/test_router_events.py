@@ -1,0 +1,72 @@
+"""Dynamo's indexer reads the events of a vLLM with kvtier, and knows where each prompt's KV is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config.kv_events import KVEventsConfig
+
+from tests.engines.vllm.engines import (
+    BLOCK,
+    Connects,
+    connector,
+    engine,
+    own_connector,
+    prompt,
+    run,
+)
+from tests.kit.dynamo import DynamoIndexer, needs_routers
+from tests.kit.servers import free_ports
+from tests.kit.waiting import wait_until
+
+pytestmark = needs_routers
+
+DYNAMO = "dynamo-cache-salt:"
+"""Dynamo's front end puts it before salts, so that its indexer knows them among other keys."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("connects", [own_connector, connector])
+def test_an_indexer_knows_what_lies_on_the_device_in_host_memory_and_on_disk(
+    connects: Connects, tmp_path: Path
+) -> None:
+    endpoints = [f"tcp://127.0.0.1:{port}" for port in free_ports(2)]
+    publishes = KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=endpoints[0].replace("127.0.0.1", "*"),  # else vLLM connects, and binds nothing
+        replay_endpoint=endpoints[1],
+    )
+    settings = {"host_capacity": "256MiB", "disk_path": str(tmp_path), "disk_capacity": "256MiB"}
+    config = connects(**settings, self_describing_kv_events=True)
+    prompts = [prompt(seed, 4 * BLOCK + 50) for seed in range(6)]
+    size = 4 * BLOCK
+    with (
+        engine(
+            config, num_gpu_blocks_override=20, max_model_len=2048, kv_events_config=publishes
+        ) as llm,
+        DynamoIndexer(tmp_path) as indexer,
+    ):
+        indexer.register(0, endpoints, BLOCK)
+        for each in prompts:
+            run(llm, each)
+        if connects is own_connector:  # vLLM's OffloadingConnector publishes no salts
+            salted: Any = {**prompts[0], "cache_salt": f"{DYNAMO}tenant"}
+            run(llm, salted)
+
+        def places(at: int, salt: str = "") -> dict[str, int]:
+            return indexer.found(prompts[at]["prompt_token_ids"], salt).get(0, {})
+
+        def are_stored() -> bool:
+            run(llm, prompt(99, 10))  # vLLM publishes in its steps
+            return all(places(at).get("disk", 0) >= size for at in range(len(prompts)))
+
+        wait_until(are_stored, "all prompts are known to be on disk")
+        assert places(5) == {"gpu": size, "cpu": size, "disk": size}
+        evicted = places(1)
+        assert evicted.pop("gpu", 0) < size
+        assert evicted == {"cpu": size, "disk": size}
+        assert places(1, "tenant") == {}
+        assert places(0, "tenant").get("cpu", 0) == (size if connects is own_connector else 0)
