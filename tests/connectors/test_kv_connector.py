@@ -95,6 +95,19 @@ def test_kv_that_all_ranks_compute_is_stored_by_the_first_and_loaded_by_all(
     assert are_equal(harness.bytes_of(range(10, 16)), [*before, *before])
 
 
+@pytest.mark.parametrize("name", ["do_remote_prefill", "remote_prefiller"])
+def test_a_request_that_another_connector_transfers_loads_nothing_and_is_stored(
+    harness: KvHarness, name: str
+) -> None:
+    """vLLM takes the first connector with a hit, and the pages of a prefill server would expire."""
+    transfer = {name: True}
+    harness.serve("first", TEXT, range(6), kv_transfer_params={name: True})
+    again = harness.request("again", TEXT + "s", kv_transfer_params=transfer)
+    assert harness.asks(again) == 0
+    transfer[name] = False  # as the other connector does when the pages have arrived
+    assert harness.asks(again) == 6 * PAGE
+
+
 @pytest.mark.parametrize(
     ("params", "num_stored", "num_loaded"),
     [

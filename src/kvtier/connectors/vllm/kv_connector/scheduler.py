@@ -154,7 +154,8 @@ class SchedulerHalf:
         request = tracked.request
         if request.skip_reading_prefix_cache:
             return 0
-        if self.manager.names.needs_layout and self.manager.has_storage:
+        is_early = self.manager.names.needs_layout and self.manager.has_storage
+        if is_early and not tracked.state.request.is_transferred:
             return None  # the ranks report their layout in the first step
         self._hash(tracked)
         limits = tracked.state.request.limits

@@ -107,6 +107,9 @@ class TierManager:
         state.scope.doubts &= ~Doubt.WEIGHTS
         if self._is_pool_old and num_computed > 0:
             state.scope.doubts |= Doubt.WEIGHTS
+        if state.request.is_transferred:  # vLLM asks all connectors, and takes the first hit
+            state.begin_look_up(num_computed)
+            return 0
         while True:
             state.begin_look_up(num_computed)
             found = look_up()

@@ -71,6 +71,11 @@ def kind_of(tier: str) -> tuple[str, str]:
     return KINDS.get(tier, ("STORAGE", "REMOTE"))
 
 
+TRANSFERS = ("do_remote_prefill", "remote_prefiller")
+"""Parameters by which a client has another connector bring KV from a prefill server. NIXL's and its
+like set theirs to false when the pages are there, so that a request that begins anew may load."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """Limits on what one request loads and stores, from its client's ``kv_transfer_params``.
@@ -173,6 +178,11 @@ class RequestBlocks:
     def after(self, num_tokens: int) -> list[bytes]:
         """Return the blocks that end behind the first tokens: group by group, in prompt order."""
         return [key for key, end in self.ends.items() if end > num_tokens]
+
+    @property
+    def is_transferred(self) -> bool:
+        """Whether another connector is to bring the KV of this request now."""
+        return self.params is not None and any(self.params.get(name) for name in TRANSFERS)
 
     @cached_property
     def limits(self) -> RequestLimits:
