@@ -90,6 +90,8 @@ a use. Sizes are written as "8GiB" or in bytes.
 ## The five settings that matter
 
 Start with these, and leave the rest as it is. `--help` of the serving commands shows them first.
+`kvtier serve` has `--host-capacity 2x`, twice the memory of its device pool; `cache` takes such a
+multiple, too.
 
 """
 ALL_SETTINGS = """\

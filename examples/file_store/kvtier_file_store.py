@@ -48,8 +48,8 @@ class FileStore(StorageTier):
         self._lock = Lock()
         self._kept: set[BlockKey] = set()
         self._writing: set[BlockKey] = set()
-        self._unfound = self._found_in_folder()
-        for key in list(self._unfound)[: -self._num_blocks]:
+        self._unindexed = self._found_in_folder()
+        for key in list(self._unindexed)[: -self._num_blocks]:
             self._remove(key)
 
     @property
@@ -57,8 +57,8 @@ class FileStore(StorageTier):
         return self._num_blocks
 
     @property
-    def has_unfound(self) -> bool:
-        return bool(self._unfound)
+    def has_unindexed(self) -> bool:
+        return bool(self._unindexed)
 
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
         with self._lock:
@@ -74,8 +74,8 @@ class FileStore(StorageTier):
             if len(self._kept) + len(self._writing) >= self._num_blocks:
                 return Outcome.FAILED
             self._writing.add(key)
-            while len(self._kept) + len(self._writing) + len(self._unfound) > self._num_blocks:
-                self._remove(next(iter(self._unfound)))  # the oldest
+            while len(self._kept) + len(self._writing) + len(self._unindexed) > self._num_blocks:
+                self._remove(next(iter(self._unindexed)))  # the oldest
         is_written = self._write(key, blocks.read(at))
         with self._lock:
             self._writing.discard(key)
@@ -134,15 +134,15 @@ class FileStore(StorageTier):
 
     def _hold(self, key: BlockKey) -> bool:
         """Whether there is such a block; it stays from now on."""
-        if key in self._unfound:
-            del self._unfound[key]
+        if key in self._unindexed:
+            del self._unindexed[key]
             self._kept.add(key)
         return key in self._kept
 
     def _remove(self, key: BlockKey) -> None:
         self._path(key).unlink(missing_ok=True)  # first: where it fails, it is asked for again
         self._kept.discard(key)
-        self._unfound.pop(key, None)
+        self._unindexed.pop(key, None)
 
     # -- the folder --------------------------------------------------------------------------------
 

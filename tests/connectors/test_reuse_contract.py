@@ -6,6 +6,7 @@ everything that it waited for has arrived.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -444,3 +445,17 @@ def test_connectors_weigh_nothing() -> None:
     sources = sorted(Path(connectors.__path__[0]).rglob("*.py"))
     assert sources
     assert [source.name for source in sources if weighing.search(source.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if set("MSAU") & set(case.behind)], ids=str
+)
+def test_log_of_vllm_says_why_blocks_that_were_found_are_computed(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="kvtier.connectors.vllm.shared.promotion")
+    engine = UnderVllm(case)
+    answer = engine.ask()
+    if case.computes_s is not None and not case.always_loads and answer == Answer():
+        assert caplog.records, "nothing is loaded, though there are blocks"
+    assert len([record for record in caplog.records if "tokens=" in record.getMessage()]) <= 1

@@ -24,7 +24,7 @@ from kvtier.connectors.vllm.shared.request_state import Advice, RequestState, Wa
 from kvtier.core.errors import printable
 from kvtier.core.types import HOST, Direct, LoadPolicy
 from kvtier.observe.specs import VLLM_IMPATIENT_REQUESTS, VLLM_RECOMPUTED_CHUNKS
-from kvtier.plan import Tell, explain
+from kvtier.plan import Decision, Tell, explain
 from kvtier.plan.decide import (
     OVER,
     Awaited,
@@ -158,12 +158,16 @@ class Promotion:
             self._cache.cost_snapshot,
             now_s,
             always_loads=self._always_loads,
+            tell=self._logs_decision(state),
         )
         if isinstance(decision, WaitUntil):
             return self._wait_for(state, found, decision, ends, stored_keys)
         if decision.given_up is GivenUp.OVERDUE:
             self._counts.add(VLLM_IMPATIENT_REQUESTS, 1)
         end = decision.end if isinstance(decision, LoadUpTo) else first
+        if decision.given_up is not None:
+            request_id, reason = printable(state.request.request_id), decision.given_up.name.lower()
+            logger.debug("prompt request=%s waits no longer reason=%s", request_id, reason)
         if decision.given_up is not None or state.limit <= end:
             state.given_up = decision.given_up or GivenUp.NOTHING_NEW
             return Advice.LOOK_AGAIN
@@ -268,9 +272,13 @@ class Promotion:
         """Return the logger of a request's decision, which logs once per request."""
         if not logger.isEnabledFor(logging.DEBUG) or state in self._explained:
             return None
-        self._explained.add(state)
-        request_id = printable(state.request.request_id)
-        return lambda decision: logger.debug("prompt request=%s %s", request_id, explain(decision))
+
+        def tell(decision: Decision) -> None:
+            self._explained.add(state)
+            request_id = printable(state.request.request_id)
+            logger.debug("prompt request=%s %s", request_id, explain(decision))
+
+        return tell
 
     def _found(
         self,
