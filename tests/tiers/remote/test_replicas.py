@@ -84,6 +84,19 @@ def _stored_bytes(server: ValkeyServer, prefix: bytes) -> int:
     return sum(length for length in lengths if isinstance(length, int))
 
 
+def test_replica_with_another_secret_leaves_blocks_alone(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = f"store=valkey://127.0.0.1:{server.port}?prefix=secrets:"
+    hits = []
+    for secret in ("ours", "another", "ours"):
+        monkeypatch.setenv("KVTIER_STORE_SECRET", secret)
+        with Engine(config("random-gqa", location)) as engine:
+            hits.append(ask(engine, PROMPT).hit_tokens)
+            assert engine.drain()
+    assert hits == [{}, {}, {"store": 288}]
+
+
 def test_other_weights_share_nothing(server: ValkeyServer) -> None:
     location = f"valkey://127.0.0.1:{server.port}?prefix=models:"
     for model in ("random-gqa", "random-mla"):

@@ -127,8 +127,12 @@ class StoreTier(StorageTier):
             self._remove(damaged, REMOVE_S)
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        if not keys or not for_good:
+        if not for_good:
             return  # other processes may still use it, and the store evicts by itself
+        # A cache also drops for good what it could not use.
+        keys = [key for key in keys if not self._is_others(key)]
+        if not keys:
+            return
         try:
             self._remove(keys, REMOVE_S)
         except Exception as error:
