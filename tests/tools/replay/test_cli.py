@@ -319,6 +319,9 @@ def test_a_log_is_recorded_without_its_tokens(tmp_path: Path) -> None:
     again = kvtier("record", log, "--to", tmp_path / "trace.jsonl")
     assert again.exit_code == 2
     assert "is there already" in again.stderr
+    log.write_text(log.read_text().splitlines()[0])
+    alone = kvtier("record", log, "--to", tmp_path / "alone.jsonl")
+    assert alone.stderr.startswith("1 request in ")
 
 
 def test_replaying_needs_no_torch(conversations: Path) -> None:

@@ -27,12 +27,13 @@ def record(
     from kvtier.observe.recording import Chains, salt_from_environment
     from kvtier.tools.replay.traces import ReadOptions, read_traces
     from kvtier.tools.replay.traces.recorded import write_trace
+    from kvtier.tools.report.figures import counted
 
     chains = Chains(salt_from_environment(), block_tokens)
     trace = read_traces(logs, ReadOptions(chains))
     num_bytes = write_trace(trace, chains.name, to)
     Console(stderr=True).print(
-        f"{trace.num_requests:,} requests in {num_bytes:,} bytes: {to}",
+        f"{counted(trace.num_requests, 'request')} in {num_bytes:,} bytes: {to}",
         highlight=False,
         soft_wrap=True,
     )
