@@ -89,6 +89,8 @@ def test_the_page_shows_what_happens_and_goes_on(
     wait_for(page, "Live", "#state")
     wait_for(page, "too few to tell", "#tiles")
     wait_for(page, "Is it worth its memory?", "#answers")
+    wait_for(page, "nothing yet", "#charts")
+    assert not page.locator("#charts").filter(has_text="10 %").count(), "no axis without a value"
     served.work()
     wait_for(page, re.compile("[1-9]\\d? % of prompt tokens came from the cache"), "#answers")
     wait_for(page, re.compile(r"[1-9]\S* [KM]iB of [1-9]\S* MiB in use"), "#ladder")

@@ -43,14 +43,20 @@ export class Chart {
     const width = this.svg.clientWidth;
     if (!width || !this.times.length) return;
     const span = Math.max(60, this.times.at(-1) - this.times[0]);
-    const most = Math.max(this.top, ...[...this.series.values()].flat().filter((each) => each !== null));
+    const values = [...this.series.values()].flat().filter((each) => each !== null);
+    const most = Math.max(this.top, ...values);
     const x = (time) => width - RIGHT - ((this.times.at(-1) - time) / span) * (width - LEFT - RIGHT);
     const y = (value) => HEIGHT - BOTTOM - (value / most) * (HEIGHT - TOP - BOTTOM);
     const parts = [];
     for (const value of [0, most / 2, most]) {
       parts.push(made("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
       const text = made("text", { class: "axis", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" });
-      text.textContent = this.say(value);
+      text.textContent = values.length ? this.say(value) : "";
+      parts.push(text);
+    }
+    if (!values.length) {
+      const text = made("text", { class: "axis", x: (LEFT + width - RIGHT) / 2, y: y(most / 2) - 6, "text-anchor": "middle" });
+      text.textContent = "nothing yet";
       parts.push(text);
     }
     for (const [at, text, anchor] of [[LEFT, `${Math.round(span / 60)} min ago`, "start"], [width - RIGHT, "now", "end"]]) {
