@@ -25,7 +25,7 @@ HARMLESS: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": (),
-    "include_reasoning": (True,),
+    "include_reasoning": (True, False),
     "length_penalty": (1.0,),
     "modalities": (["text"],),
     "moderation": (),
@@ -34,11 +34,11 @@ HARMLESS: Mapping[str, tuple[object, ...]] = {
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "reasoning_effort": (),
-    "separate_reasoning": (True,),
+    "separate_reasoning": (True, False),
     "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
     "store": (),
-    "stream_reasoning": (True,),
+    "stream_reasoning": (True, False),
     "suffix": (),
     "verbosity": (),
     "web_search_options": (),
@@ -86,10 +86,15 @@ def _refuse_parameter(name: str, value: object, known: list[str]) -> None:
 
 def _is_neutral(value: object, defaults: tuple[object, ...]) -> bool:
     """Whether a parameter with this value is as good as absent. defaults: its neutral values."""
-    if value is False or value in ("", [], {}):
-        return True
     # 1 == True, and asks for something else
-    return any(value == it and isinstance(value, bool) is isinstance(it, bool) for it in defaults)
+    if any(value == it and isinstance(value, bool) is isinstance(it, bool) for it in defaults):
+        return True
+    return value in ("", [], {}) or (value is False and not _is_on(defaults))
+
+
+def _is_on(defaults: tuple[object, ...]) -> bool:
+    """Whether a parameter is true unless it is given."""
+    return any(it is True for it in defaults)
 
 
 def _unknown(name: str, known: list[str]) -> ApiError:
