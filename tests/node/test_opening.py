@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Event, Thread
+from unittest.mock import patch
 
 import pytest
 
 from kvtier.core.errors import TierError
+from kvtier.devices.cpu import CpuDevice
 from kvtier.node.server.node import CacheNode
+from kvtier.node.server.opening import PartitionOpener
 from kvtier.node.server.partition_key import PartitionKey
 from kvtier.node.wire import protocol
 from kvtier.tiers import StorageTier
@@ -84,6 +88,22 @@ def test_partition_that_fails_to_open_is_refused_and_tried_again(
         disk.fails = False
         told = engine.ask(protocol.OpenRequest(2, b"slow", 16 << 10, 8))
         assert isinstance(told, protocol.OpenAnswer)
+
+
+def test_an_opening_that_finds_no_thread_is_tried_again(tmp_path: Path) -> None:
+    async def opens_again() -> None:
+        node = CacheNode(config_of(tmp_path), CpuDevice())
+        opener, key = PartitionOpener(node), PartitionKey("default", b"a", 16 << 10, 8)
+        try:
+            full = patch.object(Thread, "start", side_effect=RuntimeError("can't start"))
+            with full, pytest.raises(RuntimeError):
+                await opener.open(key)
+            await asyncio.wait_for(opener.open(key), PATIENCE_S)
+        finally:
+            await opener.close()
+            node.close()
+
+    asyncio.run(opens_again())
 
 
 def test_storage_that_opens_after_the_node_has_ended_is_closed(tmp_path: Path, disk: Disk) -> None:

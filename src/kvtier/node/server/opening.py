@@ -46,9 +46,9 @@ class PartitionOpener:
             return number, self._node.partitions[number]
         if key not in self._opening:
             loop = asyncio.get_running_loop()
-            self._opening[key] = loop.create_future()
             open_ = partial(self._open_storages, key, loop)
             Thread(target=open_, name="kvtier node open", daemon=True).start()
+            self._opening[key] = loop.create_future()  # it ends in this loop, so not before
         return await asyncio.shield(self._opening[key])
 
     def _open_storages(self, key: PartitionKey, loop: asyncio.AbstractEventLoop) -> None:
