@@ -31,6 +31,8 @@ NUM_REFUSED = 64
 """Connections that ZeroMQ may have accepted beyond it before they are refused."""
 MAX_BEHIND_BYTES = 16 << 20
 """A subscriber that lags by more than this is disconnected, which bounds the buffers."""
+MAX_BEHIND_SNAPSHOTS_BYTES = 256 << 20
+"""The same for a client of replays: bytes of snapshots that were sent to some client meanwhile."""
 STUCK_S = 10.0
 """A replay client that reads nothing for this long is disconnected."""
 SWEEP_S = 1.0
@@ -42,7 +44,7 @@ class _Peer:
     """A connected reader of events.
 
     name: addresses of both ends.
-    at_empty: ``published_bytes`` when nothing was unsent.
+    at_empty: bytes that had been sent to readers of its address when nothing was unsent.
     unsent: unsent bytes at the last check.
     since: when ``unsent`` changed last.
     """
@@ -66,10 +68,11 @@ class EventPeers:
     """Watches the connections of some sockets on its own thread, from ``start`` to ``close``.
 
     published_bytes: total of all messages so far, updated by the publisher.
+    snapshot_bytes: total of all snapshots so far, likewise.
     """
 
     def __init__(self) -> None:
-        self.published_bytes = 0
+        self.published_bytes = self.snapshot_bytes = 0
         self._sockets: list[zmq.Socket[bytes]] = []
         self._doors: list[_Door] = []
         self._thread = Thread(target=self._run, name="kvtier-events-peers", daemon=True)
@@ -139,7 +142,7 @@ class EventPeers:
                     door.is_replay,
                 )
             else:
-                door.peers[descriptor] = _Peer(name, self.published_bytes)
+                door.peers[descriptor] = _Peer(name, self._sent_bytes(door))
 
     def _sweep(self, door: _Door, now: float) -> None:
         for descriptor, peer in list(door.peers.items()):
@@ -150,7 +153,7 @@ class EventPeers:
                     if self._is_behind(door, peer, _unsent_bytes(connection), now):
                         connection.shutdown(socket.SHUT_RDWR)
                         logger.warning(
-                            "events: a reader is disconnected, it takes nothing replay=%s",
+                            "events: a reader is disconnected, it takes too little replay=%s",
                             door.is_replay,
                         )
             except OSError:  # it was closed
@@ -159,11 +162,16 @@ class EventPeers:
     def _is_behind(self, door: _Door, peer: _Peer, unsent: int, now: float) -> bool:
         if not unsent or unsent != peer.unsent:
             peer.unsent, peer.since = unsent, now
+        sent_bytes = self._sent_bytes(door)
         if not unsent:
-            peer.at_empty = self.published_bytes
-        if door.is_replay:
-            return now - peer.since >= STUCK_S and unsent > 0
-        return self.published_bytes - peer.at_empty > MAX_BEHIND_BYTES
+            peer.at_empty = sent_bytes
+        if door.is_replay and now - peer.since >= STUCK_S and unsent > 0:
+            return True
+        most = MAX_BEHIND_SNAPSHOTS_BYTES if door.is_replay else MAX_BEHIND_BYTES
+        return sent_bytes - peer.at_empty > most
+
+    def _sent_bytes(self, door: _Door) -> int:
+        return self.snapshot_bytes if door.is_replay else self.published_bytes
 
 
 @contextmanager

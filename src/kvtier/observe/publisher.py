@@ -93,7 +93,7 @@ class Publisher:
         self._thread = Thread(target=self._run, name="kvtier-events", daemon=True)
         self._replay: zmq.Socket[bytes] | None = None
         self._answers: dict[bytes, int] = {}  # number to send next, by client
-        self._wants_snapshot: dict[bytes, None] = {}  # clients, in order of arrival
+        self._wants_snapshot: set[bytes] = set()  # clients
         self._snapshot_at = 0.0  # when the next one may be made
         self._id = uuid4().bytes
         self._peers = EventPeers()
@@ -180,9 +180,7 @@ class Publisher:
             for asker in list(self._answers):
                 self._answer(self._replay, asker)
         if self._wants_snapshot and time.monotonic() >= self._snapshot_at:
-            asker = next(iter(self._wants_snapshot))
-            del self._wants_snapshot[asker]
-            self._send_snapshot(self._replay, asker)
+            self._send_snapshot(self._replay)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Run ``work``. On failure, make readers start again rather than keep wrong state."""
@@ -233,19 +231,23 @@ class Publisher:
             return
         asker, _, question = frames
         if question == SNAPSHOT:
-            self._wants_snapshot[asker] = None
+            self._wants_snapshot.add(asker)
         else:
             self._answers[asker] = int.from_bytes(question, "big")
 
-    def _send_snapshot(self, replay: zmq.Socket[bytes], asker: bytes) -> None:
-        """Send the present state. Live batches behind the number in front continue it."""
+    def _send_snapshot(self, replay: zmq.Socket[bytes]) -> None:
+        """Send the present state to all that wait for it, some of which may have left.
+
+        Live batches behind the number in front continue it.
+        """
         import zmq
 
         assert self._events is not None, "it was started"
+        askers, self._wants_snapshot = self._wants_snapshot, set()
         begun = time.monotonic()
         self._publish()  # so that the number stands for the state
         number = self._num_sent - 1
-        frames, num_bytes = [asker, b"", number.to_bytes(8, "big", signed=True), self._id], 0
+        frames, num_bytes = [number.to_bytes(8, "big", signed=True), self._id], 0
         for batch in _batches(self._events.snapshot(), MAX_SNAPSHOT_EVENTS):
             frames.append(self._payload(batch))
             num_bytes += len(frames[-1])
@@ -253,10 +255,15 @@ class Publisher:
                 break
         ended = time.monotonic()
         self._snapshot_at = ended + (ended - begun) / SNAPSHOT_SHARE
-        try:
-            replay.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:  # it reads nothing, or has disconnected
-            logger.warning("no snapshot sent error=%s", error)
+        self._peers.snapshot_bytes += num_bytes
+        num_lost = 0
+        for asker in askers:
+            try:
+                replay.send_multipart([asker, b"", *frames], zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError:  # it reads nothing, or has disconnected
+                num_lost += 1
+        if num_lost:
+            logger.warning("no snapshot sent readers=%d", num_lost)
 
     def _answer(self, replay: zmq.Socket[bytes], asker: bytes) -> None:
         """Send the client more of its replay, as much as its queue has room for."""

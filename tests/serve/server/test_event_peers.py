@@ -150,6 +150,33 @@ def test_one_that_asks_and_takes_nothing_is_disconnected(monkeypatch: pytest.Mon
     made.close()
 
 
+def test_one_that_takes_too_little_of_snapshots_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reader that takes a little now and then is not stuck, and what it has asked for grows."""
+    monkeypatch.setattr(event_peers, "STUCK_S", 600.0)
+    monkeypatch.setattr(event_peers, "SWEEP_S", 0.02)
+    monkeypatch.setattr(event_peers, "MAX_BEHIND_SNAPSHOTS_BYTES", 1 << 20)
+    log = BlockLog()
+    with publisher(log) as made, router(made.endpoints) as reads:
+        send(log, made, 0)
+        for number in range(1000):
+            made._keep(made._num_sent + number, BATCH)
+        made._num_sent += 1000
+        with idle_readers(made, 1):
+            wait_until(lambda: num_peers(made)[1] == 2, "both are there")
+            monkeypatch.setattr(made, "_encode", lambda batch: bytes(1 << 18))
+
+            def falls_behind() -> bool:
+                reads.asking.send_multipart([b"", b"snapshot"])
+                assert reads.asking.poll(10_000), "no answer"
+                reads.asking.recv_multipart()
+                return num_peers(made)[1] == 1
+
+            wait_until(falls_behind, "it is disconnected")
+            assert falls_behind(), "who reads is still there"
+
+
 def test_connections_that_say_nothing_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.observe.publisher.HANDSHAKE_MS", 200)
     with publisher(BlockLog()) as made:

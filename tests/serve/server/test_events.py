@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import msgspec
@@ -194,6 +195,27 @@ def test_a_late_reader_gets_the_present_state_and_continues_with_live_batches() 
         wait_until(lambda: late.receive() and last + 1 in late.batches, "it continues")
         found.read(late.batches[last + 1][1])
     assert [len(found.held[tier]) for tier in (DEVICE, HOST)] == [39, 41]
+
+
+def test_all_that_wait_get_one_snapshot_and_one_that_has_left_costs_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier.observe.publisher.SNAPSHOT_SHARE", 1e-9)  # one, and no second one
+    log = BlockLog()
+    with publisher(log) as made, router(made.endpoints) as reads, router(made.endpoints) as other:
+        send(log, made, 0)
+        made._snapshot_at = inf
+        with router(made.endpoints) as leaves:
+            leaves.asking.send_multipart([b"", b"snapshot"])
+            wait_until(lambda: len(made._wants_snapshot) == 1, "it asks")
+        for each in reads, other:
+            each.asking.send_multipart([b"", b"snapshot"])
+        wait_until(lambda: len(made._wants_snapshot) == 3, "all ask")
+        made._snapshot_at = 0.0
+        for each in reads, other:
+            assert each.asking.poll(5000), "no answer"
+        assert reads.asking.recv_multipart() == other.asking.recv_multipart()
+        assert not made._wants_snapshot
 
 
 def test_a_publisher_that_fails_has_readers_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
