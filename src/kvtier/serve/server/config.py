@@ -90,8 +90,10 @@ class ServerConfig(RecordConfig):
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile: there is no certificate; give ssl_certfile, too")
         parse_size(self.record_max_bytes, "record_max_bytes")
-        for name in ("max_body_bytes", "max_connections", "max_choices", "default_chat_tokens"):
-            if parse_size(getattr(self, name), name) < 1:
+        if parse_size(self.max_body_bytes, "max_body_bytes") < 1:
+            raise ConfigError(f"max_body_bytes: {self.max_body_bytes} is below 1")
+        for name in ("max_connections", "max_choices", "default_chat_tokens"):
+            if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
         for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
