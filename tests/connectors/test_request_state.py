@@ -70,6 +70,15 @@ def test_only_legal_phases_follow_each_other(events: list[str]) -> None:
         )
 
 
+def test_a_reset_request_may_load_all_again() -> None:
+    state = _state()
+    state.begin_look_up(0)
+    state.limit, state.since_s = 16, 5.0
+    state.ways[KEYS[0]] = Way.PROMOTED
+    state.reset(has_new_weights=False)
+    assert (state.limit, state.since_s, state.ways) == (_state().limit, None, {})
+
+
 @pytest.mark.parametrize("event", EVENTS)
 def test_engine_goes_on_after_an_illegal_phase(
     event: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

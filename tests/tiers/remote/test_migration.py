@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from kvtier.core.config import CodingConfig
 from kvtier.core.errors import CacheError, ConfigError
-from kvtier.core.types import BlockName
+from kvtier.core.types import BlockKey, BlockName
 from kvtier.layout import opaque
 from kvtier.testing.codec_suite import KINDS
 from kvtier.testing.storage_user import NAMESPACE, TIMEOUT_S, Scattered, stored_key
@@ -150,6 +151,22 @@ def test_damaged_blocks_are_counted_and_the_others_copied(
     assert found.exit_code == 1
     assert found.stdout.endswith("not copied: 2 damaged blocks\n")
     assert [at for at, outcome in enumerate(outcomes(s3)) if outcome is not THERE] == [3, 5]
+
+
+def test_block_that_is_read_back_with_other_bytes_counts_as_damaged(
+    valkey: str, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(valkey)
+    put = migration._put
+
+    def swapped(
+        tier: StorageTier, keys: Sequence[BlockKey], blocks: Any, timeout_s: float
+    ) -> list[Outcome]:
+        return put(tier, [*keys[1:], keys[0]], blocks, timeout_s)
+
+    monkeypatch.setattr(migration, "_put", swapped)
+    found = migrate(StoreAccess(valkey), StoreAccess(s3), lambda *_: None)
+    assert (found.num_copied, found.num_damaged) == (0, NUM)
 
 
 def test_wrong_key_is_one_sentence(valkey: str, s3: str) -> None:
