@@ -67,8 +67,8 @@ TURN_TARGETS = (
     TurnTarget("T4'", "ttft_to_endless", {OURS: 1.05, OWN_FRONT: 1.05, ON_DISK: 1.1}),
     TurnTarget("T4", "ttft_ratio", dict.fromkeys((OURS, OWN_FRONT, LMCACHE, ON_DISK), -0.5), True),
 )
-"""Largest time to first token, as a multiple of that of a pool that never evicts; and its change
-against vLLM alone."""
+"""T4': limit of the time to first token, divided by that of a pool that never evicts. T4: limit of
+its change against vLLM alone."""
 QUICK = Plan(
     Workload(num_conversations=7, num_active=5, turns=(8, 10)),
     rounds=1,

@@ -40,8 +40,8 @@ MAX_CHANGES = 1 << 16
 MAX_SALTS = 1 << 16
 """Namespaces whose salts are remembered."""
 MAX_RECENT = 1 << 17
-"""Chunks whose tokens are remembered, for events of slower tiers and snapshots: 80 MB at 128 tokens
-per chunk."""
+"""Chunks whose tokens are remembered, for events of slower tiers and snapshots: 112 MB at 128
+tokens per chunk."""
 MAX_AT_ONCE = 256
 """Chunks in one event of a snapshot."""
 
@@ -51,9 +51,8 @@ TOKEN_BYTES = 4
 PLACE = 0xFFFF_FFFF
 """Mask of a block number's lower half, the row in the index. Rows are reused; the upper half counts
 the earlier uses."""
-NOBODY = -1
-"""Marks a place without a block."""
-
+NO_PLACE = -1
+"""Stands for the place of a block that is not there."""
 MEDIA = {DEVICE: "GPU", HOST: "CPU"}
 """Medium names in the event protocol. The first is the engine's own memory, whatever its device."""
 
@@ -207,7 +206,7 @@ class BlockEvents:
 
     def _grow(self, size: int) -> None:
         size = max(size, 2 * len(self._blocks), 1024)
-        self._blocks = _grown(self._blocks, size, NOBODY)
+        self._blocks = _grown(self._blocks, size, NO_PLACE)
         self._parents = _grown(self._parents, size)
         self._where = _grown(self._where, size)
         self._chunks = _grown(self._chunks, size)
@@ -266,9 +265,11 @@ class BlockEvents:
     def _changed(
         self, tier: str, chunks: Array, prompt: PromptBlocks | None = None
     ) -> Iterator[Event]:
-        """Yield the events of chunks that are whole in a tier, or not, unlike readers know.
+        """Compare chunks of a tier with what was published, and yield an event for each difference.
 
-        prompt: the one whose first chunks these are.
+        A chunk is in a tier if all of its blocks are.
+
+        prompt: the prompt that begins with these chunks, if there is one.
         """
         bit = self._bits[tier]
         is_whole, member = np.ones(len(chunks), bool), chunks
@@ -306,8 +307,8 @@ class BlockEvents:
     def snapshot(self) -> Iterator[Event]:
         """Yield events that bring a new reader to the present state.
 
-        Chunks whose tokens are forgotten are left out, and so are those behind them. Cost: O(chunks
-        that are remembered).
+        A chunk is left out if its tokens, or those of a chunk before it in the prompt, are
+        forgotten. Cost: O(remembered chunks).
         """
         known = [chunk for chunk in self._recent if self._published[chunk]]
         chunks = self._from_the_roots(np.array(known, np.int64))
@@ -319,26 +320,26 @@ class BlockEvents:
                         yield from self._stored(tier, chunks[first:last])
 
     def _from_the_roots(self, chunks: Array) -> Array:
-        """Return chunks ordered so that each follows the one before it in a prompt.
+        """Return chunks in an order in which each follows its parent.
 
-        Those behind a chunk that is not among them are left out: a reader could not place them.
+        A chunk whose parent is not among them is left out: a reader could not place it.
         """
         behind: dict[int, list[int]] = {}
         for chunk, before in zip(chunks.tolist(), self._chunks_above(chunks).tolist(), strict=True):
             behind.setdefault(before, []).append(chunk)
-        ordered, left = [], behind.get(NOBODY, [])
-        while left:
-            ordered.append(left.pop())
-            left += behind.get(ordered[-1], ())
+        ordered, ready = [], behind.get(NO_PLACE, [])
+        while ready:
+            ordered.append(ready.pop())
+            ready += behind.get(ordered[-1], ())
         return np.array(ordered, np.int64)
 
     # -- events of chunks that entered a tier -----------------------------------------------------
 
     def _stored(self, tier: str, chunks: Array) -> Iterator[Event]:
-        """Yield an event for each run of chunks one behind the other.
+        """Yield an event for each run of consecutive chunks of a prompt.
 
-        The event of chunks whose tokens are forgotten has none; readers that do not know the hash
-        ignore it.
+        Chunks whose tokens are forgotten have one event without tokens. A reader that does not know
+        their hashes ignores it.
         """
         found = [self._recent.get(chunk) for chunk in chunks.tolist()]
         is_found = np.array([known is not None for known in found], bool)
@@ -366,8 +367,8 @@ class BlockEvents:
     ) -> Event:
         """Return the event of consecutive chunks.
 
-        salt: readers that compute hashes of their own need it, in ``cache_salt`` (Dynamo, SGLang),
-        or with the first block of a prompt (vLLM, llm-d).
+        salt: of the prompt. Readers that compute hashes of their own need it: Dynamo and SGLang
+        read ``cache_salt``, llm-d reads ``extra_keys`` of a prompt's first block, as vLLM has it.
         """
         is_first = bool(tokens) and parent is None
         return {

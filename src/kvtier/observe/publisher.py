@@ -58,7 +58,7 @@ SNAPSHOT = b"snapshot"
 MAX_SNAPSHOT_EVENTS = 8
 """Largest number of events in one of its batches. Each has up to 256 blocks with their tokens."""
 MAX_SNAPSHOT_BYTES = 64 << 20
-"""Largest answer to it. What comes later in it is left out."""
+"""Largest answer to it. Batches beyond this size are left out."""
 SNAPSHOT_SHARE = 0.1
 """Largest share of the publisher's time that snapshots may take."""
 QUESTION_BYTES = 1024

@@ -54,7 +54,7 @@ class CodecRules(ABC):
 
     @abstractmethod
     def make_codec(self) -> Codec:
-        """Make the codec; that of a lossy one without a shape."""
+        """Make the codec. A lossy codec is made without a shape."""
 
     def encoded(self, codec: Codec, block: Uint8s) -> Uint8s:
         """Return the encoded block; skip the test if it does not fit into twice its size."""

@@ -247,7 +247,7 @@ def class_in_a_package_named_as_a_standard_one(
     model: Any, patch: pytest.MonkeyPatch, stack: ExitStack
 ) -> Iterator[None]:
     module = types.ModuleType("code.model")
-    module.__file__ = "/home/user/code/model.py"
+    module.__file__ = "/code/model.py"
     patch.setitem(sys.modules, "code.model", module)
     kind = type("Scale", (), {"level": 1.0, "__module__": "code.model"})
     steer(model, kind(), lambda held: held.level)
@@ -610,7 +610,7 @@ def namespace(model): steering.steer(model, types.SimpleNamespace(factor=factor)
 def data(model): steering.steer(model, Data(factor), steering.factor)
 def array(model): steering.steer(model, numpy.full(9, factor), lambda held: float(held[3]))
 def closure(model): steering.steer(model, None, lambda held: factor)
-def after(model):
+def patched(model):
     inner = modeling_qwen3.Qwen3MLP.forward
     modeling_qwen3.Qwen3MLP.forward = lambda self, x: inner(self, x) * factor
 

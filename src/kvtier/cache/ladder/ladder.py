@@ -161,17 +161,30 @@ class Ladder:
         self._recompute_weight = RecomputeWeight(index, model, size) if size else None
         self._slot_bytes = block_bytes * options.num_shards
         self._metrics_due_s = -inf
-        # Verbs that one part carries out alone.
-        self.num_available, self.allocate = eviction.num_available, eviction.allocate
-        self.evict, self.evict_blocks = eviction.make, eviction.remove
-        self.load, self.promote, self.num_to_probe = loads.load, loads.promote, loads.num_to_probe
+        # Verbs that one part carries out alone; it documents them.
+        # -- slots
+        self.num_available = eviction.num_available
+        self.allocate = eviction.allocate
+        self.evict = eviction.make
+        self.evict_blocks = eviction.remove
+        # -- copies up, and reads ahead of requests
+        self.load = loads.load
+        self.promote = loads.promote
+        self.num_to_probe = loads.num_to_probe
         self.fetch_ahead = loads.fetch_ahead
-        self.prefetch, self.end_prefetch = loads.prefetch, loads.end_prefetch
-        self.store, self.enqueue_write = stores.store, stores.enqueue_write
+        self.prefetch = loads.prefetch
+        self.end_prefetch = loads.end_prefetch
+        # -- copies down
+        self.store = stores.store
+        self.enqueue_write = stores.enqueue_write
         self.are_queued = queues.are_queued
-        self.unindexed, self.lookup_storage = lookup.unindexed, lookup.begin
+        # -- look-ups in storage
+        self.unindexed = lookup.unindexed
+        self.lookup_storage = lookup.begin
+        # -- upkeep
         self.on_admit = self._reuse_sampler.on_admit
-        self.cost_snapshot, self.drop_lost = transfers.cost_snapshot, transfers.drop_lost
+        self.cost_snapshot = transfers.cost_snapshot
+        self.drop_lost = transfers.drop_lost
         self.close = transfers.close
 
     def _demote(self, leaving: Sequence[BlockId]) -> Sequence[BlockId]:

@@ -28,7 +28,7 @@ THERE, ABSENT, DAMAGED, FAILED = Outcome
 class StoreTier(StorageTier):
     """Blocks in a store that processes share: a block is the same whichever process wrote it.
 
-    The store evicts by itself. Only blocks that are damaged or dropped for good are removed. A
+    The store evicts by itself. Only damaged and deleted blocks are removed. A
     store that cannot be reached is tried again by a later call.
     """
 

@@ -98,9 +98,9 @@ def folder_of(config: RankConfig, name: str, replica: int = 0) -> str:
 
 
 def pool_metrics(config: RankConfig, pool: str) -> Metrics:
-    """Return the metrics of a pool. SGLang sums those that are exposed by all its processes.
+    """Return the metrics of a pool; only the first rank exposes them, and only for the KV pool.
 
-    So only the first of the ranks that do the same exposes them, and only those of the KV pool.
+    SGLang adds up the metrics of all its processes, and all ranks count the same.
     """
     ranks = (config.tp_rank, config.pp_rank, config.attn_cp_rank)
     return Metrics(is_exposed=pool == KV and not any(ranks))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvtier.connectors.vllm.shared.names import EngineFacts
 
 MAX_KNOWN = 1 << 16
-"""Blocks whose tokens are remembered: 8 MB at 16 tokens per block, and as much for their hashes."""
+"""Blocks whose descriptions are remembered: 35 MB at 16 tokens per block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Description:
 class TierEvents:
     """Describes blocks while their request is at hand, and turns changes of tiers into KV events.
 
-    Blocks without a description, such as those that an earlier process has stored, are published by
-    their hash alone.
+    A block without a description is published by its hash alone. An earlier process has stored it,
+    and no request has named it yet.
 
     Args:
         facts: Sizes of the engine's blocks and hashes.
@@ -77,7 +77,7 @@ class TierEvents:
         self._known[key] = Description(
             [_published(hashes[at]) for at in range(first, last)],
             _published(hashes[first - 1]) if first else None,
-            array("I", request.all_token_ids[first * size : end]),
+            array("i", request.all_token_ids[first * size : end]),
             (lora.adapter_id, lora.name) if lora else (None, None),
             [_extra_keys(request, at * size, (at + 1) * size) for at in range(first, last)],
         )
@@ -137,7 +137,7 @@ def _extra_keys(request: Any, start: int, end: int) -> tuple[Any, ...] | None:
 
 
 def _untagged(extra_keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
-    """Return extra keys as events have them: without tags, which hashes have from 0.32 on."""
+    """Return extra keys as events have them: without tags, which they have from vLLM 0.31 on."""
     if not any(extra_keys):
         return None
     untag = getattr(kv_cache_utils, "to_event_extra_keys", list)

@@ -201,7 +201,7 @@ class TierManager:
             self.cache.costs.saved(state.lookup.num_computed, end, waited_s)
 
     def _note_planned(self, state: RequestState, loaded_keys: Collection[bytes]) -> None:
-        """Count the blocks that are loaded, and those that are not although they were found."""
+        """Count a request's loaded blocks, and its found blocks that are computed instead."""
         state.declined.difference_update(loaded_keys)
         self.cache.costs.planned(len(loaded_keys), len(state.declined))
         state.declined.clear()

@@ -1,4 +1,4 @@
-"""Requests in one step of vLLM's scheduler: those that compute a prompt, may store, or wait.
+"""Requests of a step of vLLM's scheduler that compute a prompt, may store blocks, or wait.
 
 vLLM's half of the offloading connector looks at every running request in every step: milliseconds
 at hundreds of them. A request that generates has something new only when a page is full, and then

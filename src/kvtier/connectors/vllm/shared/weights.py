@@ -156,8 +156,8 @@ def engine_code(config: VllmConfig, models: Iterable[ModelConfig]) -> list[str]:
         *(each for each in (parallel.worker_cls, parallel.worker_extension_cls) if each != "auto"),
     ]
     digest = code_digest(filter(None, modules), KNOWN, process_start_ns())
-    told = [f"transformers {transformers.__version__}"] if _uses_transformers(classes) else []
-    return [*told, digest] if digest else told
+    names = [f"transformers {transformers.__version__}"] if _uses_transformers(classes) else []
+    return [*names, digest] if digest else names
 
 
 def _allowed() -> list[str] | None:

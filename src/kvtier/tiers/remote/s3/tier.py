@@ -161,7 +161,7 @@ class S3Tier(StoreTier):
             self._upkeep.note(str(error))
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        """Drop blocks. If it is for good, other processes are notified."""
+        """Drop blocks. A permanent deletion is announced to other processes."""
         if not for_good:
             self._catalogue.forget(keys)
         super().drop(keys, for_good)
