@@ -162,6 +162,8 @@ def test_block_that_is_read_back_with_other_bytes_counts_as_damaged(
     def swapped(
         tier: StorageTier, keys: Sequence[BlockKey], blocks: Any, timeout_s: float
     ) -> list[Outcome]:
+        if len(keys) == 1:  # nothing to swap with: say that it is there, and store nothing
+            return [THERE]
         return put(tier, [*keys[1:], keys[0]], blocks, timeout_s)
 
     monkeypatch.setattr(migration, "_put", swapped)

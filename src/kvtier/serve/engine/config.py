@@ -36,7 +36,7 @@ class EngineConfig:
     events: str = setting(
         "",
         "ZeroMQ address at which KV events are published for routers: tcp://127.0.0.1:5557. They "
-        "contain token ids of prompts.",
+        "contain token ids of prompts, and salts.",
         shown="none",
         panel=SERVER,
     )

@@ -44,8 +44,8 @@ MAX_EMPTY = 1_000_000
 """Most consecutive empty lines."""
 MAX_RATIO = 100
 """Largest growth of a compressed file. Traces become 5 to 50 times as large."""
-LEAST_LIMIT = 1 << 25
-"""Characters to which any file may be decompressed."""
+LEAST_LIMIT = 1 << 23
+"""Characters to which the beginning of any file may be decompressed."""
 
 Tell = Callable[[int], None]
 """Progress callback: bytes of the file read."""
@@ -146,11 +146,11 @@ class TraceLine:
 def lines_of(path: Path, tell: Tell | None = None) -> Iterator[TraceLine]:
     """Yield the lines that are not empty.
 
-    Compressed files are detected by content, not by name, and may grow by ``MAX_RATIO``.
+    Compressed files are detected by content, not by name. What was read may have grown by
+    ``MAX_RATIO``: a bomb is refused soon, not when it is as large as its whole file allows.
     """
     with _raw(path) as raw, _unpacked(path, raw) as unpacked:
         size = os.fstat(raw.fileno()).st_size
-        limit = max(MAX_RATIO * size, LEAST_LIMIT)
         text = io.TextIOWrapper(unpacked, _encoding(path, unpacked), errors="replace")
         num_read = num_empty = 0
         for number in itertools.count(1):
@@ -158,7 +158,7 @@ def lines_of(path: Path, tell: Tell | None = None) -> Iterator[TraceLine]:
                 line = text.readline(MAX_LINE + 1)
                 num_read += len(line)
                 # A log that is truncated while it is written begins with a hole.
-                while line.startswith("\0") and num_read <= limit:
+                while line.startswith("\0") and not _is_bomb(raw, num_read):
                     line = line.lstrip("\0")
                     if not line:
                         line = text.readline(MAX_LINE + 1)
@@ -167,7 +167,7 @@ def lines_of(path: Path, tell: Tell | None = None) -> Iterator[TraceLine]:
                 raise ConfigError(f"{path}: can't be unpacked: {error}") from error
             if not line:
                 return
-            if len(line) > MAX_LINE or num_read > limit:
+            if len(line) > MAX_LINE or _is_bomb(raw, num_read):
                 _refuse_size(path, number, size, len(line))
             if tell is not None and not number % 64:
                 tell(raw.tell())
@@ -177,6 +177,10 @@ def lines_of(path: Path, tell: Tell | None = None) -> Iterator[TraceLine]:
                 yield TraceLine(path, number, line)
             elif num_empty > MAX_EMPTY:
                 raise ConfigError(f"{path}:{number}: {MAX_EMPTY:,} empty lines, as no trace has")
+
+
+def _is_bomb(raw: IO[bytes], num_read: int) -> bool:
+    return num_read > LEAST_LIMIT and num_read > MAX_RATIO * raw.tell()
 
 
 def _refuse_size(path: Path, number: int, size: int, length: int) -> NoReturn:
