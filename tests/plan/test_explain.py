@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from math import inf
 
 import pytest
@@ -12,7 +13,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvtier.core.types import DEVICE, DISK, HOST, BlockId, Match
-from kvtier.plan import Actual, CostModel, Costs, Decision, PrefillCost, explain, ways_of, weigh
+from kvtier.plan import (
+    Actual,
+    CostModel,
+    Costs,
+    Decision,
+    PrefillCost,
+    PromptCost,
+    explain,
+    ways_of,
+    weigh,
+)
 from kvtier.plan.average import FEW, size_class
 from kvtier.plan.explain import COMPUTED, Explanation
 from kvtier.plan.operations import MAX_COMPARED
@@ -76,6 +87,29 @@ def test_parts_are_the_plans(
     assert left == (match.num_blocks - plan.num_reused_blocks) * BLOCK_SIZE
     json.dumps(told.as_json(), allow_nan=False)
     assert all(len(pair.split("=")) == 2 for pair in str(told).split())
+
+
+@given(matches, costs_of_any_kind, st.integers(1, 60), st.integers(0, 12), st.integers(1, 4))
+def test_cost_of_a_prompt_is_that_of_its_plan(
+    match: Match, costs: Costs, num_tokens: int, slots: int, grain: int
+) -> None:
+    decision = _decide(match, costs, num_tokens, slots, grain)
+    cost, plan = PromptCost.of(decision, 0.5, ("s3",)), decision.plan
+    num_reused = plan.num_reused_blocks * BLOCK_SIZE
+    assert cost.prompt_tokens == num_tokens == num_reused + cost.computed_tokens
+    assert dict(cost.reused_tokens) == _by_tier(match.tiers[: plan.num_reused_blocks])
+    assert dict(cost.declined_tokens) == _by_tier(match.tiers[plan.num_reused_blocks :])
+    if plan.recompute_s == inf:
+        assert cost.seconds is cost.compute_s is None
+    else:
+        assert cost.seconds == pytest.approx(0.5 + plan.load_s + plan.recompute_s)
+        assert PromptCost.of(decision).seconds == pytest.approx(plan.load_s + plan.recompute_s)
+    assert cost.unknown_in == ("s3",)
+    json.dumps(asdict(cost), allow_nan=False)
+
+
+def _by_tier(tiers: tuple[str, ...]) -> dict[str, int]:
+    return {tier: tiers.count(tier) * BLOCK_SIZE for tier in tiers}
 
 
 def test_alternatives_are_those_that_were_compared() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.plan.budget import WriteBudget
 from kvtier.plan.cost import CostModel, Costs, Route, Ways, Witnesses, ways_of
-from kvtier.plan.explain import Actual, Decision, Explanation, explain
+from kvtier.plan.explain import Actual, Decision, Explanation, PromptCost, explain
 from kvtier.plan.needs import GroupCapacity
 from kvtier.plan.operations import Copy, Cut, Plan
 from kvtier.plan.planner import plan_groups
@@ -24,6 +24,7 @@ __all__ = [
     "GroupCapacity",
     "Plan",
     "PrefillCost",
+    "PromptCost",
     "Route",
     "StepClock",
     "Tell",

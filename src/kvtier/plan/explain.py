@@ -8,7 +8,7 @@ So it costs nothing until it is requested.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
@@ -170,6 +170,68 @@ class Explanation:
             few = ",".join(f"{what.replace(' ', '')}:{num}" for what, num in self.weak)
             pairs.append(("too_few_measurements", few))
         return " ".join(f"{name}={value}" for name, value in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCost:
+    """Estimated cost of a prompt in one engine: the answer of servers and nodes to routers.
+
+    ``reused_tokens`` and ``computed_tokens`` add up to ``prompt_tokens``.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        reused_tokens: tokens that would be reused, by tier; each counts in the fastest one.
+        computed_tokens: tokens that would be computed.
+        declined_tokens: tokens by tier that were found but would be computed: that is faster,
+            there is no room for them, or they end within a chunk.
+        load_s: seconds to load the reused tokens, including the copies that are queued before.
+        compute_s: seconds to compute the others, while the engine does nothing else; null if no
+            prefill was measured yet.
+        queue_s: seconds to compute the rest of the prompts that come before this one; null if the
+            answering process does not know them.
+        seconds: the sum of those that are known; null if ``compute_s`` is. It is an estimate of
+            the time to the first token. It does not cover tokens that the engine generates
+            meanwhile for others, nor a wait until their end makes room.
+        unknown_in: storage tiers that may have more of the prompt: they can't answer without a
+            wait, or were not asked.
+    """
+
+    prompt_tokens: int
+    reused_tokens: Mapping[str, int]
+    computed_tokens: int
+    declined_tokens: Mapping[str, int]
+    load_s: float
+    compute_s: float | None
+    queue_s: float | None = None
+    seconds: float | None = None
+    unknown_in: Sequence[str] = ()
+
+    @classmethod
+    def of(
+        cls, decision: Decision, queue_s: float | None = None, unknown_in: Sequence[str] = ()
+    ) -> PromptCost:
+        """Return the cost of a prompt by a decision that was made for it."""
+        found = explain(decision)
+        tokens = dict[str, int]()
+        declined = dict[str, int]()
+        for part in found.parts:
+            tokens[part.source] = tokens.get(part.source, 0) + part.end - part.first
+        for first, end, tier in found.left:
+            declined[tier] = declined.get(tier, 0) + end - first
+        num_computed = tokens.pop(COMPUTED, 0)
+        load_s, compute_s = found.chosen.load_s, _known(found.chosen.recompute_s)
+        seconds = None if compute_s is None else load_s + compute_s + (queue_s or 0.0)
+        return cls(
+            found.num_tokens,
+            tokens,
+            num_computed,
+            declined,
+            load_s,
+            compute_s,
+            queue_s,
+            seconds,
+            unknown_in,
+        )
 
 
 def explain(decision: Decision, actual: Actual = UNKNOWN) -> Explanation:
