@@ -10,13 +10,14 @@ from unittest.mock import patch
 
 import pytest
 
-from kvtier.core.errors import TierError
+from kvtier.core.errors import CacheError, TierError
 from kvtier.devices.cpu import CpuDevice
 from kvtier.node.server.node import CacheNode
 from kvtier.node.server.opening import PartitionOpener
 from kvtier.node.server.partition_key import PartitionKey
 from kvtier.node.wire import protocol
 from kvtier.tiers import StorageTier
+from kvtier.tiers.disk import DiskTier
 from tests.kit.waiting import wait_until
 from tests.node.harness import PATIENCE_S, LocalNode, bare, config_of, keys, local_node
 from tests.node.test_engines import places, store
@@ -88,6 +89,21 @@ def test_partition_that_fails_to_open_is_refused_and_tried_again(
         disk.fails = False
         told = engine.ask(protocol.OpenRequest(2, b"slow", 16 << 10, 8))
         assert isinstance(told, protocol.OpenAnswer)
+
+
+def test_partition_that_gets_no_memory_closes_its_disk_and_is_tried_again(
+    tmp_path: Path, disk: Disk
+) -> None:
+    options = {"disk_path": str(tmp_path / "disk"), "disk_capacity": "1MiB"}
+    request = protocol.OpenRequest(2, b"engine", 16 << 10, 8)
+    with local_node(tmp_path, **options) as node, bare(node.config.socket) as engine:
+        engine.attach()
+        full = patch.object(CacheNode, "enter", side_effect=CacheError("no room for its records"))
+        closes = patch.object(DiskTier, "close", autospec=True, side_effect=DiskTier.close)
+        with full, closes as closed:
+            assert "no room for its records" in engine.ask(request).reason
+            closed.assert_called_once_with(disk.opened[0])
+        assert isinstance(engine.ask(request), protocol.OpenAnswer)
 
 
 def test_an_opening_that_finds_no_thread_is_tried_again(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from kvtier.tiers.disk import slab as slabs
 from kvtier.tiers.disk.format import compaction, journal
 from kvtier.tiers.disk.format.records import RECORD, RECORD_BYTES, RecordKind, Records
 from kvtier.tiers.disk.format.rows import SlotRows
+from kvtier.tiers.disk.inspect.report import report_slab
 from tests.tiers.disk.crashing_disk import CrashingDisk, crashes
 from tests.tiers.disk.faulty_disk import FaultyDisk
-from tests.tiers.disk.harness import Harness, flip, harness, records_of
+from tests.tiers.disk.harness import Harness, flip, harness, key, records_of
 from tests.tiers.disk.lossy_disk import LossyDisk
 from tests.tiers.disk.test_crash import churn, claim_all
 
@@ -209,6 +210,24 @@ def test_what_was_appended_meanwhile_must_be_read_back(tmp_path: Path, small_sli
             slab.compact_if_due()
         assert generation(here) == 0
         assert (here.options.path / "journal.new").stat().st_size == 0
+
+
+def test_namespaces_that_are_new_meanwhile_are_in_the_new_journal(
+    tmp_path: Path, small_slices: None
+) -> None:
+    """Also the one of the very last block before the journals change places."""
+    with harness(tmp_path, 64) as here:
+        slots = here.put(*range(24))
+        here.tier.forget(slots[2:20])
+        here.tier.parts[0].slab.compact_floor = 4
+        names: list[bytes] = []
+        while generation(here) == 0:
+            names.append(bytes([len(names) + 1]) * 32)
+            here.store([key(100 + len(names))], here.allocate(1), namespace=names[-1])
+        assert len(names) > 1, "it was done in one go"
+        here.tier.close()
+        found = {namespace.digest for namespace in report_slab(here.options.path, 0.0).namespaces}
+        assert {name.hex() for name in names} <= found
 
 
 @pytest.mark.parametrize("is_clean", [True, False])

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk.format.records import RecordKind, Records, blank, seal
-from kvtier.tiers.disk.format.superblock import Membership, Superblock
+from kvtier.tiers.disk.format.superblock import HALF_BYTES, Membership, Superblock
+from kvtier.tiers.disk.format.superblock import decode as decode_superblock
 from kvtier.tiers.disk.format.trust import decode, encode, num_bytes_of
 from kvtier.tiers.disk.inspect.check import check_slab
 from tests.tiers.disk.faulty_disk import FaultyDisk
@@ -119,10 +120,20 @@ def append_to_the_journal(folder: Path) -> None:
         file.write(bytes(64))
 
 
+def damage_the_older_superblock(folder: Path) -> None:
+    halves = (folder / "superblock").read_bytes()
+    epochs = []
+    for at in (0, HALF_BYTES):
+        superblock = decode_superblock(halves[at : at + HALF_BYTES])
+        assert superblock is not None
+        epochs.append(superblock.epoch)
+    flip(folder / "superblock", epochs.index(min(epochs)) * HALF_BYTES + 100)
+
+
 @pytest.mark.parametrize(
     "change",
     [write_a_byte, write_and_turn_back_the_clock, replace_by_a_copy, grow, flip_trust, lose_trust,
-     append_to_the_journal],
+     append_to_the_journal, damage_the_older_superblock],
 )  # fmt: skip
 def test_nothing_is_believed_once_somebody_else_has_changed_the_slab(
     tmp_path: Path, change: Callable[[Path], None]
@@ -167,6 +178,24 @@ def test_journal_that_was_exchanged_for_another_of_the_same_size_is_not_believed
         assert num_trusted(here) == 0
         assert here.get(*range(4)) == [OK] * 4
         assert here.get(5) == [CORRUPT], "the bytes are those of block 6"
+
+
+def test_journal_of_before_a_compaction_is_not_believed(tmp_path: Path) -> None:
+    """Its size is the same where nothing was deleted."""
+    with harness(tmp_path, 8, verify="off") as here:
+        journal = here.options.path / "journal"
+        here.put(*range(4))
+        here.tier.close()
+        before = journal.read_bytes()
+        here.open()
+        here.tier.parts[0].slab.compact()
+        here.reopen()
+        assert num_trusted(here) == 4
+        here.tier.close()
+        assert journal.stat().st_size == len(before)
+        journal.write_bytes(before)
+        here.open()
+        assert num_trusted(here) == 0
 
 
 def test_trust_outlives_a_compaction(tmp_path: Path) -> None:
