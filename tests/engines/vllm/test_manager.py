@@ -107,6 +107,13 @@ class Scheduler:
         assert step is not None
         self.manager.steps.end(step, 1e-6)
 
+    def disk_is_slow(self) -> None:
+        """Report a step, and a read that took longer than computing its blocks."""
+        step = self.manager.steps.begin(0.0, [(0, 1000)])
+        assert step is not None
+        self.manager.steps.end(step, 0.1)
+        self.costs.observe_copy((DISK, HOST), 4 * BLOCK_BYTES, 10.0)
+
     def look_up(self, context: ReqContext, keys: list[OffloadKey]) -> list[LookupResult]:
         self.manager.state_of(context.req_id).begin_look_up(0)
         return [self.manager.lookup(key, context) for key in keys]
@@ -212,10 +219,7 @@ def test_request_waits_no_longer_than_computing_takes(scheduler: Scheduler) -> N
 def test_blocks_that_take_longer_than_computing_are_left_on_disk() -> None:
     scheduler = Scheduler(policy=LoadPolicy.AUTO)
     scheduler.to_disk(KEYS[:2])
-    step = scheduler.manager.steps.begin(0.0, [(0, 1000)])
-    assert step is not None
-    scheduler.manager.steps.end(step, 0.1)
-    scheduler.costs.observe_copy((DISK, HOST), 4 * BLOCK_BYTES, 10.0)
+    scheduler.disk_is_slow()
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
     assert scheduler.advise("again") is Advice.LOOK_AGAIN
@@ -254,6 +258,24 @@ def test_block_whose_read_failed_is_computed_and_stays_on_disk(scheduler: Schedu
     assert not scheduler.reads()
     scheduler.waits("later", KEYS[:2])
     assert len(scheduler.reads()) == 1
+
+
+def test_block_that_is_computed_although_it_was_found_is_counted_once() -> None:
+    scheduler = Scheduler(policy=LoadPolicy.AUTO)
+    scheduler.to_disk(KEYS[:2])
+    scheduler.disk_is_slow()
+    scheduler.store(scheduler.request("again in memory", KEYS[:1]), KEYS[:1])
+    request = scheduler.request("again", KEYS[:2])
+    scheduler.look_up(request, KEYS[:2])
+    assert scheduler.advise("again") is Advice.LOOK_AGAIN
+    scheduler.look_up(request, KEYS[:2])
+    scheduler.load(KEYS[:1], request)
+    scheduler.manager.complete_load(KEYS[:1], request)
+    scheduler.manager.on_request_finished(request)
+    stats = scheduler.manager.get_stats()
+    assert stats is not None
+    planned = stats.data["data"]["vllm:kvtier_planned_blocks"]
+    assert planned == {("load",): 1, ("recompute",): 1}
 
 
 def test_copies_to_the_device_are_learnt_together(scheduler: Scheduler) -> None:
