@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtier.core.hints import MAX_ACTIONS, MAX_BACK_S, MAX_TTL_S, Hint, Retain, parse_kv_hints
+from kvtier.core.hints import (
+    MAX_ACTIONS,
+    MAX_BACK_S,
+    MAX_TTL_S,
+    Hint,
+    Retain,
+    parse_hint,
+    parse_kv_hints,
+)
 from kvtier.core.keys import token_labels
 from kvtier.core.types import HOST
 from tests.cache.tokens.harness import BLOCK_SIZE, NS, Harness
@@ -201,6 +210,11 @@ FETCH = {
 ENDED = {**FETCH, "action_type": "kvtier.hint", "payload": {"ended": True}}
 
 
+def action(name: str, **payload: float) -> dict[str, Any]:
+    """Return an action of kvtier's."""
+    return {**FETCH, "action_type": f"kvtier.{name}", "payload": payload}
+
+
 class Action(msgspec.Struct, frozen=True):
     """As vLLM has it after the front has parsed the JSON."""
 
@@ -231,6 +245,22 @@ class Envelope(msgspec.Struct, frozen=True):
         ([{**ENDED, "action_version": "2.0"}], ["unknown"], None),
         ([{**ENDED, "action_version": "1.4"}], ["kvtier.hint"], Hint(ended=True)),
         ([FETCH] * 1000, ["kv.fetch"] * MAX_ACTIONS, None),
+        (
+            [action("pin", ttl_s=60, first_token=4), action("prefetch", within_s=2)],
+            ["kvtier.pin", "kvtier.prefetch"],
+            Hint((Retain(100, 4, ttl_s=60),), prefetch_within_s=2),
+        ),
+        (
+            [action("pin"), action("pin", first_token=8), action("demote", first_token=16)],
+            ["kvtier.pin", "kvtier.pin", "kvtier.demote"],
+            Hint((Retain(100), Retain(100, 8)), demote_from=16),
+        ),
+        (
+            [action("release"), action("prefetch", within_s=2), action("demote")],
+            ["kvtier.release", "invalid", "kvtier.demote"],
+            Hint(ended=True, demote_from=0),
+        ),
+        ([action("prefetch"), action("pin", ttl_s=0)], ["invalid", "invalid"], None),
     ],
 )
 def test_known_actions_of_an_envelope_are_read_and_others_counted(
@@ -256,3 +286,19 @@ def test_an_envelope_that_cant_be_understood_fails_no_request(
     given: object, kinds: tuple[str, ...]
 ) -> None:
     assert parse_kv_hints(given) == (None, kinds)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"prefetch": {}}, "prefetch has no time; give within_s, a number of seconds"),
+        ({"prefetch": 5}, "prefetch is 5, but must be an object of within_s"),
+        ({"prefetch": {"within_s": -1}}, "within_s is -1, but must be a number of seconds"),
+        ({"prefetch": {"within_s": 1}, "ended": True}, "ended and prefetch say two things"),
+        ({"demote": {"first_token": "x"}}, "first_token is 'x', but must be a whole number"),
+        ({"demote": {}, "back_in_s": 1}, "demote and back_in_s say two things"),
+    ],
+)
+def test_a_malformed_action_is_refused_with_one_sentence(given: object, problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        parse_hint(given)

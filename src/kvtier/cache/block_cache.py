@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.cache.guard import SlotGuard
 from kvtier.cache.ladder import CostMetrics
-from kvtier.core.hints import Hint
+from kvtier.core.hints import Hint, HintResult
 from kvtier.core.types import Slot
 from kvtier.observe import Metrics
 from kvtier.plan import Costs
@@ -247,8 +247,13 @@ class BlockCache(ABC):
         """Note a use of blocks, in prompt order. The first ones are evicted last."""
 
     @abstractmethod
-    def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
-        """Apply a hint to a prompt's blocks, from now on. block_size: tokens per block."""
+    def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> Sequence[HintResult]:
+        """Apply a hint to a prompt's blocks, from now on. Return what came of each action.
+
+        A prefetch begins in a later ``poll``, so that it ends in time; it applies until the next
+        ``on_request`` of a prompt that begins with these blocks, or ends with its time. A demotion
+        applies to blocks that nothing holds. block_size: tokens per block.
+        """
 
     @abstractmethod
     def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:

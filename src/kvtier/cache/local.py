@@ -26,11 +26,12 @@ from kvtier.cache.block_cache import (
 )
 from kvtier.cache.direct import DirectReads
 from kvtier.cache.engine_copies import EngineCopies
+from kvtier.cache.hint_actions import Found, HintActions, PromptCalls
 from kvtier.cache.key_lookup import KeyedLookup
 from kvtier.cache.ladder import Ladder, LadderCallbacks, LadderOptions, PendingLookup
 from kvtier.cache.transfer import Mover
 from kvtier.cache.waiters import StorageWaiter
-from kvtier.core.hints import Hint, waits
+from kvtier.core.hints import BlockHint, Hint, HintResult, waits
 from kvtier.core.keys import select_keys
 from kvtier.core.types import NO_BLOCK, BlockId, Slot
 from kvtier.index import KeyIndex, State
@@ -239,6 +240,21 @@ class LocalBlockCache(BlockCache):
         self._copies = EngineCopies(index, ladder, memory.num_slots)
         self._lookup = KeyedLookup(index, ladder, namespace, knows_storage)
         self.direct_reads = DirectReads(index, ladder, self._storage_of)
+        self._actions = HintActions[Sequence[bytes]](
+            index,
+            ladder,
+            PromptCalls(
+                retain=lambda _, keys, stated: index.retain(keys, stated, clock()),
+                blocks=lambda _, keys: index.find_all(keys).known,
+                is_asked=lambda _, keys: bool(self.lookup(keys).answers),
+                find=lambda _, keys: self._find(keys),
+                read=self._read_ahead,
+            ),
+            self.memory,
+            options.block_bytes,
+            index.learns,
+            clock,
+        )
         self._grow = grow or (lambda num_slots: None)
         self._changes: list[Change] = []
 
@@ -393,15 +409,30 @@ class LocalBlockCache(BlockCache):
         return [self._tiers[tier] for tier in self.slots.sources[as_array(slots)].tolist()]
 
     def on_request(self, keys: Iterable[bytes]) -> None:
-        self._index.on_request(keys, self._clock())
+        prompt = list(keys)
+        self._index.on_request(prompt, self._clock())
+        self._actions.came(b"", prompt)
 
     def continues(self, keys: Iterable[bytes], last_key: bytes) -> None:
         self._index.continues(keys, last_key)
 
-    def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
-        now = self._clock()
-        for block_hint in hint.block_hint(block_size, now):
-            self._index.retain(keys, block_hint, now)
+    def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> Sequence[HintResult]:
+        prompt = list(keys)
+        return [self.act(prompt, it) for it in hint.block_hint(block_size, self._clock())]
+
+    def act(self, keys: Sequence[bytes], block_hint: BlockHint) -> HintResult:
+        """Apply a client's statement to a prompt's blocks. Raises ValueError for an invalid one."""
+        return self._actions.apply(b"", keys, block_hint)
+
+    @property
+    def has_prefetches(self) -> bool:
+        """Whether ``poll`` has work to do later, for hints."""
+        return self._actions.has_prefetches
+
+    def _find(self, keys: Sequence[bytes]) -> Found:
+        codes = self.locate_blocks(keys).codes
+        num_found = len(keys) - codes.count(NOWHERE) - codes.count(UNKNOWN)
+        return Found(num_found, self._in_storage(keys))
 
     def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
         now = self._clock()
@@ -522,6 +553,12 @@ class LocalBlockCache(BlockCache):
             slots = self._index.slots(begun, self.memory)
             self.slots.fill(begun, slots, self._tiers.index(storage))
 
+    def _read_ahead(self, blocks: Sequence[BlockId], storage: str) -> int:
+        self._grow(len(blocks))
+        num = min(len(blocks), self.ladder.num_available(self.memory))
+        self._read(blocks[:num], storage, urgent=False)
+        return num
+
     def probe(self, keys: Sequence[bytes]) -> None:
         for storage, blocks in self._in_storage(keys).items():
             num = self.ladder.num_to_probe(storage, len(blocks))
@@ -549,6 +586,7 @@ class LocalBlockCache(BlockCache):
 
     def poll(self) -> None:
         self.ladder.poll()
+        self._actions.poll()
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete blocks from every tier, including blocks that only storage knows.
@@ -567,6 +605,7 @@ class LocalBlockCache(BlockCache):
         flight between tiers are discarded.
         """
         self._copies.clear()
+        self._actions.clear()
         self.ladder.clear()
 
     def end_copies(self) -> None:
@@ -585,7 +624,7 @@ class LocalBlockCache(BlockCache):
 
     @property
     def is_busy(self) -> bool:
-        return self.ladder.is_busy
+        return self.ladder.is_busy or self._actions.is_due
 
     def usage(self) -> Mapping[str, TierUsage]:
         usage = self.ladder.usage()

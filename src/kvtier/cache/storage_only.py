@@ -17,12 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cache.block_cache import BlockState, Change
+from kvtier.cache.hint_actions import HintActions, PromptCalls
 from kvtier.cache.holds import Holds
 from kvtier.cache.key_lookup import KeyedLookup
 from kvtier.cache.ladder import Ladder, LadderCallbacks, LadderOptions, PendingLookup
 from kvtier.cache.local import LocatedBlocks
 from kvtier.cache.transfer import LocalMover
 from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.hints import Hint, HintResult
 from kvtier.core.types import HOST, NO_BLOCK, BlockId, Slot
 from kvtier.index import State, make_key_index
 from kvtier.index.policies.replayed import LRU
@@ -182,6 +184,18 @@ class StorageOnlyCache:
         self._changes: list[Change] | None = [] if tells_changes else None
         self._jobs: list[StorageJob] = []
         self._leased: set[BlockId] = set()  # leased in storage, since they are in memory, too
+        self._actions = HintActions[Sequence[bytes]](
+            self._index,
+            self.ladder,
+            PromptCalls(
+                retain=lambda _, keys, stated: self._index.retain(keys, stated, clock()),
+                blocks=lambda _, keys: self._index.find_all(keys).known,
+            ),
+            None,
+            tier.bytes_per_block,
+            self.learns,
+            clock,
+        )
         self._holds = Holds(self._index, tier.name, tier.num_blocks // HELD_SHARE)
 
     @property
@@ -297,6 +311,15 @@ class StorageOnlyCache:
     def continues(self, keys: Iterable[bytes], last_key: bytes) -> None:
         """Report that an answer's blocks follow the block ``last_key``."""
         self._index.continues(keys, last_key)
+
+    def hint(self, keys: Sequence[bytes], hint: Hint, block_size: int) -> Sequence[HintResult]:
+        """Apply a hint to a prompt's blocks, from now on. Return what came of each action.
+
+        Prefetches are declined, since there is no memory to read to. A demotion lets the blocks be
+        evicted first. block_size: tokens per block.
+        """
+        statements = hint.block_hint(block_size, self._clock())
+        return [self._actions.apply(b"", keys, stated) for stated in statements]
 
     def touch(self, keys: Collection[bytes]) -> None:
         """Note a use of blocks, in prompt order. The first ones are evicted last."""

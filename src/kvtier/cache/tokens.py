@@ -16,19 +16,21 @@ from collections.abc import Callable, Sequence
 
 from kvtier.cache.assembly import ladder_options, policy_maker
 from kvtier.cache.deletion import Deletion, PromptDeletion, PromptPins, used_by_namespace
-from kvtier.cache.ladder import Ladder, LadderCallbacks, Prefetch
+from kvtier.cache.hint_actions import Found, HintActions, PromptCalls
+from kvtier.cache.ladder import Ladder, LadderCallbacks, Prefetch, in_tier
 from kvtier.cache.lease import Lease
 from kvtier.cache.lease_metrics import LeaseObserver
 from kvtier.cache.token_lookup import begin_lookup
 from kvtier.cache.transfer import CopyJob, LayerGate, LocalMover
 from kvtier.core.config import CacheConfig
 from kvtier.core.errors import Closed, ConfigError, UsageError
-from kvtier.core.hints import Hint, waits
+from kvtier.core.hints import BlockHint, Hint, HintOutcome, HintResult, waits
 from kvtier.core.hot import Numbers
 from kvtier.core.system.process import OwnerProcess
 from kvtier.core.types import (
     DEVICE,
     HOST,
+    BlockId,
     BlockName,
     ClientHints,
     Label,
@@ -40,6 +42,7 @@ from kvtier.core.types import (
 )
 from kvtier.devices import Device, Finding
 from kvtier.index import State, make_index
+from kvtier.index.policies.replayed import LRU
 from kvtier.observe import Metrics
 from kvtier.observe.block_events import BlockEvents, BlockLog
 from kvtier.plan import Decision, Plan, weigh
@@ -118,6 +121,15 @@ class Cache:
         }
         self._deletion = PromptDeletion(self._index, self._ladder, mover, storages)
         self.pins = PromptPins(self._index, self.num_slots().get(HOST, 0))
+        self._actions = HintActions(
+            self._index,
+            self._ladder,
+            PromptCalls(self._retain, self._known, self.lookup, self._find, self._read_ahead),
+            HOST if HOST in self._tiers else None,
+            self.group.bytes_per_block,
+            make_policy(HOST) != LRU,
+            clock,
+        )
 
     # -- the life of a request --------------------------------------------------------------------
 
@@ -263,6 +275,7 @@ class Cache:
             return False
         self._observer.planned(lease, plan)
         self._index.on_request(lease.namespace, lease.labels, self._clock())
+        self._actions.came(lease.namespace, lease.labels)
         for copy in plan.copies:
             slots, new_slots = new_slots[: len(copy.blocks)], new_slots[len(copy.blocks) :]
             self._ladder.load(copy, slots)
@@ -411,19 +424,36 @@ class Cache:
 
     # -- hints ------------------------------------------------------------------------------------
 
-    def hint(self, namespace: bytes, labels: Sequence[Label], hint: Hint) -> None:
-        """Apply a client's hint to the blocks of a prompt.
+    def hint(self, namespace: bytes, labels: Sequence[Label], hint: Hint) -> Sequence[HintResult]:
+        """Apply a client's hint to the blocks of a prompt. Return what came of each action.
 
         The hint applies from now on, to blocks in the tiers below the device and to blocks that
-        ``fetch`` has requested. LRU tiers ignore hints; with ``client_hints="off"`` all tiers do.
+        ``fetch`` has requested. LRU tiers ignore priorities; with ``client_hints="off"`` nothing is
+        done. Prefetches and demotions apply to blocks that no request uses.
 
         labels: all full blocks of the prompt.
         """
+        self._must_be_open()
         if self.config.client_hints is ClientHints.OFF:
-            return
-        now = self._clock()
-        for block_hint in hint.block_hint(self.group.block_size, now):
-            self._index.retain(namespace, labels, block_hint, now)
+            return hint.declined(HintOutcome.OFF)
+        statements = hint.block_hint(self.group.block_size, self._clock())
+        return [self._actions.apply(namespace, labels[:], stated) for stated in statements]
+
+    def _retain(self, namespace: bytes, labels: Sequence[Label], stated: BlockHint) -> None:
+        self._index.retain(namespace, labels, stated, self._clock())
+
+    def _read_ahead(self, blocks: Sequence[BlockId], storage: str) -> int:
+        num = min(len(blocks), self._ladder.num_available(HOST))
+        self._ladder.promote(blocks[:num], storage, urgent=False)
+        return num
+
+    def _known(self, namespace: bytes, labels: Sequence[Label]) -> Sequence[BlockId]:
+        return self.match(namespace, labels).blocks
+
+    def _find(self, namespace: bytes, labels: Sequence[Label]) -> Found:
+        match = self._wanted(namespace, labels)
+        found = {name: in_tier(name, match.blocks, match.tiers) for name in self._ladder.storages}
+        return Found(match.num_blocks, {name: blocks for name, blocks in found.items() if blocks})
 
     def wait(self, namespace: bytes, labels: Sequence[Label], is_waiting: bool) -> None:
         """Note that a request has been queued (True), or is queued no longer (False).
@@ -554,6 +584,7 @@ class Cache:
         """
         finished = self._ladder.poll()
         self.pins.expire(self._clock())
+        self._actions.poll()
         self._give_up_late_loads(self._clock())
         if finished:
             self._check()

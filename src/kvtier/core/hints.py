@@ -1,7 +1,7 @@
 """Hints by clients and engines on the future use of a prompt's blocks.
 
-A hint changes the order of eviction for a bounded time. It never forbids eviction: if nothing else
-can be evicted, protected blocks are.
+A hint changes the order of eviction for a bounded time, or moves blocks between memory and storage.
+It never forbids eviction: if nothing else can be evicted, protected blocks are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 HIGHEST_PRIORITY = 100
+DEFAULT_PRIORITY = 50
 DEFAULT_TTL_S = 3600.0
 MAX_TTL_S = 86400.0
 MAX_BACK_S = 3600.0
@@ -42,6 +43,68 @@ class HintKind(IntEnum):
     """A request is queued."""
     TURN = 4
     """The request is queued no longer."""
+    PREFETCH = 5
+    """The blocks are needed in memory by a time. Eviction policies get ``BACK`` instead."""
+    DEMOTE = 6
+    """The blocks leave memory if a slower tier has them. Policies get ``KEEP`` with level 0."""
+
+
+class Action(StrEnum):
+    """Action that a client's hint asks for, as answers and metrics name it."""
+
+    PIN = "pin"
+    """A priority above the default: evicted last, as far as the tenant's share goes."""
+    RETAIN = "retain"
+    """Any other priority."""
+    BACK = "back"
+    RELEASE = "release"
+    """The session has ended: the blocks that only it has are evicted first."""
+    PREFETCH = "prefetch"
+    DEMOTE = "demote"
+
+
+class HintOutcome(StrEnum):
+    """Result of an action."""
+
+    DONE = "done"
+    SCHEDULED = "scheduled"
+    """A prefetch begins later, so that it ends in time."""
+    BEGUN = "begun"
+    """A prefetch reads blocks now."""
+    IN_MEMORY = "in_memory"
+    """There was nothing to prefetch."""
+    ABSENT = "absent"
+    """No storage has the blocks, or it did not answer in time."""
+    SHARE = "share"
+    """Declined: other prefetches use up the share of memory of the tenant, or of all tenants."""
+    NO_STORAGE = "no_storage"
+    """Declined: there is no storage, or no memory that it is read into."""
+    NO_POLICY = "no_policy"
+    """Declined: the eviction policy follows no hints."""
+    OFF = "off"
+    """Declined: hints of clients are off."""
+    SENT = "sent"
+    """Passed on to the node, which decides, and counts what came of it."""
+    USED = "used"
+    """The request for which blocks were prefetched came."""
+    EXPIRED = "expired"
+    """It did not come in time."""
+
+
+class HintResult(NamedTuple):
+    """Result of one action of a hint.
+
+    num_blocks: blocks to which it applied; for a priority, those of the prompt that it names.
+    """
+
+    action: Action
+    outcome: HintOutcome
+    num_blocks: int = 0
+
+    def as_json(self) -> dict[str, str | int]:
+        """Return it as an answer has it."""
+        action, outcome = self.action.value, self.outcome.value
+        return {"action": action, "outcome": outcome, "blocks": self.num_blocks}
 
 
 class BlockHint(NamedTuple):
@@ -52,7 +115,8 @@ class BlockHint(NamedTuple):
         level: priority, for ``KEEP``.
         first: position of the first block.
         end: position behind the last block.
-        until: time at which it expires, in seconds on the cache's clock; unused by ``TURN``.
+        until: time at which it expires, in seconds on the cache's clock; for ``PREFETCH`` the time
+            by which the blocks are needed; unused by ``TURN`` and ``DEMOTE``.
     """
 
     word: int
@@ -61,11 +125,30 @@ class BlockHint(NamedTuple):
     end: int
     until: float
 
+    @property
+    def action(self) -> Action:
+        """The action that a client's statement asks for."""
+        if self.word == HintKind.KEEP:
+            return Action.PIN if self.level > DEFAULT_PRIORITY else Action.RETAIN
+        return ACTIONS[HintKind(self.word)]
+
+    def num_of(self, num_blocks: int) -> int:
+        """Return how many of a prompt's blocks the statement is on."""
+        return max(0, min(self.end, num_blocks) - self.first)
+
+
+ACTIONS = {
+    HintKind.BACK: Action.BACK,
+    HintKind.ENDED: Action.RELEASE,
+    HintKind.PREFETCH: Action.PREFETCH,
+    HintKind.DEMOTE: Action.DEMOTE,
+}
+
 
 def check_block_hint(block_hint: BlockHint) -> None:
-    """Raise ValueError if a field is out of range."""
-    if block_hint.word not in tuple(HintKind):
-        raise ValueError(f"word {block_hint.word} is not in 0 .. {len(HintKind) - 1}")
+    """Raise ValueError if a field is out of range, or policies do not know the statement."""
+    if not 0 <= block_hint.word <= HintKind.TURN:
+        raise ValueError(f"word {block_hint.word} is not in 0 .. {HintKind.TURN:d}")
     if not 0 <= block_hint.level <= HIGHEST_PRIORITY:
         raise ValueError(f"level {block_hint.level} is not in 0 .. {HIGHEST_PRIORITY}")
     if not 0 <= block_hint.first <= block_hint.end <= END:
@@ -123,11 +206,17 @@ class Hint:
             instance when a tool has run.
         ended: whether the conversation ends with this answer. Blocks that no other prompt shares
             are then evicted first.
+        prefetch_within_s: seconds after this answer by which the prompt's blocks are needed in
+            memory. Those that were evicted are read from storage shortly before.
+        demote_from: token from which on the prompt's blocks leave memory after this answer, if a
+            slower tier has them; the others are evicted first.
     """
 
     retain: tuple[Retain, ...] = ()
     back_in_s: float | None = None
     ended: bool = False
+    prefetch_within_s: float | None = None
+    demote_from: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.retain) > MAX_RANGES:
@@ -136,6 +225,14 @@ class Hint:
             _check_seconds("back_in_s", self.back_in_s, MAX_BACK_S)
             if self.ended:
                 raise ValueError("ended and back_in_s say two things; give one of them")
+            if self.demote_from is not None:
+                raise ValueError("demote and back_in_s say two things; give one of them")
+        if self.prefetch_within_s is not None:
+            _check_seconds("within_s", self.prefetch_within_s, MAX_BACK_S)
+            if self.ended:
+                raise ValueError("ended and prefetch say two things; give one of them")
+        if self.demote_from is not None:
+            _check_whole("first_token", self.demote_from, MAX_TOKENS)
 
     @property
     def at_begin(self) -> Hint:
@@ -144,8 +241,13 @@ class Hint:
 
     @property
     def at_end(self) -> Hint:
-        """Hints to apply when the answer is complete."""
+        """Hints to apply when the answer is complete, while its blocks are still in use."""
         return Hint(back_in_s=self.back_in_s, ended=self.ended)
+
+    @property
+    def after_end(self) -> Hint:
+        """Hints to apply when the request uses its blocks no longer."""
+        return Hint(prefetch_within_s=self.prefetch_within_s, demote_from=self.demote_from)
 
     def block_hint(self, block_size: int, now: float) -> list[BlockHint]:
         """Return the hint as statements on blocks, valid from ``now``."""
@@ -154,7 +256,16 @@ class Hint:
             words.append(BlockHint(HintKind.ENDED, 0, 0, END, now + MAX_TTL_S))
         if self.back_in_s is not None:
             words.append(BlockHint(HintKind.BACK, 0, 0, END, now + BACK_FACTOR * self.back_in_s))
+        if self.demote_from is not None:
+            first = min(self.demote_from // block_size, END)
+            words.append(BlockHint(HintKind.DEMOTE, 0, first, END, now + DEFAULT_TTL_S))
+        if self.prefetch_within_s is not None:
+            words.append(BlockHint(HintKind.PREFETCH, 0, 0, END, now + self.prefetch_within_s))
         return words
+
+    def declined(self, outcome: HintOutcome) -> list[HintResult]:
+        """Return the results if nothing is done, for the same reason."""
+        return [HintResult(word.action, outcome) for word in self.block_hint(1, 0.0)]
 
 
 def waits(is_waiting: bool, now: float) -> BlockHint:
@@ -164,7 +275,7 @@ def waits(is_waiting: bool, now: float) -> BlockHint:
 
 def parse_hint(given: object) -> Hint:
     """Return a hint from its JSON value; raise ValueError with one sentence if it is malformed."""
-    fields = _fields("kvtier", given, ("retain", "back_in_s", "ended"))
+    fields = _fields("kvtier", given, ("retain", "back_in_s", "ended", "prefetch", "demote"))
     ended = fields.get("ended")
     if not isinstance(ended, bool | None):
         raise ValueError(f"ended is {ended!r:.40}, but must be true or false")
@@ -179,7 +290,14 @@ def parse_hint(given: object) -> Hint:
         if known.get("priority") is None:
             raise ValueError("retain has a range without a priority; give one of 0 to 100")
         retain.append(Retain(**{k: v for k, v in known.items() if v is not None}))  # type: ignore[arg-type]
-    return Hint(tuple(retain), back_in_s, bool(ended))  # type: ignore[arg-type]
+    within_s, demote_from = None, None
+    if fields.get("prefetch") is not None:
+        within_s = _fields("prefetch", fields["prefetch"], ("within_s",)).get("within_s")
+        if within_s is None:
+            raise ValueError("prefetch has no time; give within_s, a number of seconds")
+    if fields.get("demote") is not None:
+        demote_from = _fields("demote", fields["demote"], ("first_token",)).get("first_token", 0)
+    return Hint(tuple(retain), back_in_s, bool(ended), within_s, demote_from)  # type: ignore[arg-type]
 
 
 class HintAction(StrEnum):
@@ -190,6 +308,14 @@ class HintAction(StrEnum):
     anyway; kvtier reads from no peer, so the source that it names is not contacted."""
     HINT = "kvtier.hint"
     """``kvtier.hint@1.0``: its payload is a hint, as ``parse_hint`` reads it."""
+    PREFETCH = "kvtier.prefetch"
+    """``kvtier.prefetch@1.0``: its payload is the field ``prefetch`` of a hint."""
+    PIN = "kvtier.pin"
+    """``kvtier.pin@1.0``: its payload is a range of ``retain`` without a priority."""
+    DEMOTE = "kvtier.demote"
+    """``kvtier.demote@1.0``: its payload is the field ``demote`` of a hint."""
+    RELEASE = "kvtier.release"
+    """``kvtier.release@1.0``: the session has ended. Its payload is empty."""
     UNKNOWN = "unknown"
     """Ignored, since kvtier does not know it."""
     INVALID = "invalid"
@@ -199,7 +325,8 @@ class HintAction(StrEnum):
 class KvHints(NamedTuple):
     """Content of an orchestrator's envelope.
 
-    hint: of its last valid ``kvtier.hint`` action. actions: kind of each action.
+    hint: of its valid actions together; one that contradicts those before it is invalid. actions:
+        kind of each action.
     """
 
     hint: Hint | None = None
@@ -221,31 +348,51 @@ def parse_kv_hints(given: object) -> KvHints:
         return KvHints(None, (HintAction.INVALID,))
     if not version.startswith("0."):
         return KvHints(None, (HintAction.UNKNOWN,) * min(len(actions), MAX_ACTIONS))
+    fields: dict[str, object] = {}
     hint: Hint | None = None
     kinds: list[HintAction] = []
     for action in actions[:MAX_ACTIONS]:
-        kind, found = _parse_action(action)
+        kind, stated = _parse_action(action)
+        if stated is not None:
+            try:
+                hint = parse_hint(merged := _merged(fields, stated))
+                fields = merged
+            except ValueError:
+                kind = HintAction.INVALID
         kinds.append(kind)
-        hint = hint if found is None else found
     return KvHints(hint, tuple(kinds))
 
 
-def _parse_action(action: object) -> tuple[HintAction, Hint | None]:
+def _parse_action(action: object) -> tuple[HintAction, dict[str, object] | None]:
+    """Return the kind of an action, and the fields of a hint that it states."""
     name, version = _entry(action, "action_type"), _entry(action, "action_version")
     payload = _entry(action, "payload")
     if not isinstance(name, str) or not isinstance(version, str) or not isinstance(payload, dict):
         return HintAction.INVALID, None
     if version.partition(".")[0] != "1":
         return HintAction.UNKNOWN, None
-    if name == HintAction.FETCH:
-        is_valid = isinstance(payload.get("block_hashes"), list)
-        return HintAction.FETCH if is_valid else HintAction.INVALID, None
-    if name != HintAction.HINT:
-        return HintAction.UNKNOWN, None
-    try:
-        return HintAction.HINT, parse_hint(payload)
-    except ValueError:
-        return HintAction.INVALID, None
+    match name:
+        case HintAction.FETCH:
+            is_valid = isinstance(payload.get("block_hashes"), list)
+            return HintAction.FETCH if is_valid else HintAction.INVALID, None
+        case HintAction.HINT:
+            return HintAction.HINT, payload
+        case HintAction.PIN:
+            return HintAction.PIN, {"retain": [{**payload, "priority": HIGHEST_PRIORITY}]}
+        case HintAction.RELEASE:
+            return HintAction.RELEASE, {**payload, "ended": True}
+        case HintAction.PREFETCH | HintAction.DEMOTE:
+            return HintAction(name), {name.removeprefix("kvtier."): payload}
+    return HintAction.UNKNOWN, None
+
+
+def _merged(fields: dict[str, object], stated: dict[str, object]) -> dict[str, object]:
+    """Return the fields of two hints together; of a field that both have, the later one."""
+    ranges = [given for given in (fields.get("retain"), stated.get("retain")) if given]
+    merged = {**fields, **stated}
+    if len(ranges) == 2 and all(isinstance(given, list) for given in ranges):
+        merged["retain"] = [*ranges[0], *ranges[1]]  # type: ignore[misc]
+    return merged
 
 
 def _entry(given: object, name: str) -> object:

@@ -90,10 +90,7 @@ def _named(prefix: str) -> tuple[MetricSpec, ...]:
 
 
 _RECORDED = "Requests written to the recording, or dropped since its queue was full."
-_HINTS = (
-    "Actions in orchestrators' kv_hints: kv.fetch and kvtier.hint were read, unknown and invalid "
-    "ones ignored."
-)
+_HINTS = "Actions in orchestrators' kv_hints, by type; unknown and invalid ones were ignored."
 
 # The cache, under every engine.
 
@@ -103,6 +100,13 @@ HIT_BLOCKS = _counter(
     "kvtier_hit_blocks_total",
     "Prompt blocks served from the cache, by the tier that held them.",
     "tier",
+)
+HINTS = _counter(
+    "kvtier_hints_total",
+    "Actions of clients' hints, by what came of them. A scheduled prefetch counts again when it "
+    "begins, and when it was used or has expired.",
+    "action",
+    "outcome",
 )
 COPIED_BYTES = _counter("kvtier_copied_bytes_total", "Bytes copied between tiers.", "src", "dst")
 COPY_SECONDS = _histogram("kvtier_copy_seconds", "Duration of one copy job.", "src", "dst")
@@ -423,6 +427,7 @@ VLLM_UNCLAIMED_CHUNKS = _gauge(
     "tier",
 )
 SAME_UNDER_ENGINES = (
+    HINTS,
     PLANNED_BLOCKS,
     PROBED_BLOCKS,
     UNADMITTED_BLOCKS,

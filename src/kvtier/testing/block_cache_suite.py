@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cache.block_cache import BlockCache, BlockState, Reserved
-from kvtier.core.hints import Hint
+from kvtier.core.hints import Action, Hint, HintOutcome
 from kvtier.core.types import HOST
 
 KEY_BYTES = 36
@@ -177,7 +177,8 @@ class BlockCacheSuite(ABC):
         harness.cache.continues(keys[3:], keys[2])
         harness.cache.touch(keys)
         harness.cache.wait(keys, True)
-        harness.cache.hint(keys, Hint(ended=True), 16)
+        (result,) = harness.cache.hint(keys, Hint(ended=True), 16)
+        assert result.action is Action.RELEASE
         harness.cache.wait(keys, False)
         assert _known(harness.cache, keys) == [MEMORY] * 4
 
@@ -197,6 +198,31 @@ class BlockCacheSuite(ABC):
         assert harness.cache.origins(keys) == [HOST] * 3, "it came from storage once"
         harness.cache.poll()
         assert (storage, HOST) in harness.cache.cost_snapshot().seconds_per_byte, "it was measured"
+
+    def test_prefetched_blocks_are_in_memory_before_their_request(
+        self, harness: BlockCacheHarness
+    ) -> None:
+        keys = block_keys(0, 3)
+        self._store_and_crash(harness)
+        (result,) = harness.cache.hint(keys, Hint(prefetch_within_s=0.1), 16)
+        assert result.action is Action.PREFETCH
+        assert result.outcome in (HintOutcome.BEGUN, HintOutcome.SCHEDULED, HintOutcome.SENT)
+        _until(lambda: harness.cache.lookup(keys).states == [MEMORY] * 3, harness.cache)
+        harness.cache.on_request(keys)
+        harness.cache.poll()
+        harness.cache.check_invariants()
+
+    def test_demoted_blocks_are_found_in_storage_only(self, harness: BlockCacheHarness) -> None:
+        keys = block_keys(0, 3)
+        _store(harness.cache, keys)
+        harness.settle(3)
+        harness.cache.poll()
+        (result,) = harness.cache.hint(keys, Hint(demote_from=16), 16)
+        assert result.action is Action.DEMOTE
+        wanted = [MEMORY, STORAGE, STORAGE]
+        _until(lambda: harness.cache.lookup(keys).states == wanted, harness.cache)
+        harness.cache.poll()
+        harness.cache.check_invariants()
 
     def test_failed_read_is_a_miss(self, harness: BlockCacheHarness) -> None:
         keys = block_keys(0, 3)

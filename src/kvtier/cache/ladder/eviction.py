@@ -146,8 +146,8 @@ class Eviction:
             self._told[tier] = num_slots
             self.index.set_room(tier, max(1, num_slots))
 
-    def remove(self, blocks: Sequence[BlockId], tier: str) -> None:
-        """Evict these blocks from ``tier``, if ready and not leased."""
+    def remove(self, blocks: Sequence[BlockId], tier: str) -> Sequence[BlockId]:
+        """Evict these blocks from ``tier``, if ready and not leased. Return those evicted."""
         states = self.index.states_of(blocks, tier)
         ready = [block for block, at in zip(blocks, states, strict=True) if at is State.READY]
         leaving = [block for block in ready if not self.index.num_leases(block, tier)]
@@ -159,6 +159,7 @@ class Eviction:
         self.topology.allocators[tier].free([slot for slot in slots if slot is not None])
         if leaving:
             self.metrics.count(EVICTED_BLOCKS, len(leaving), tier=tier)
+        return leaving
 
     def delete(self, tier: str, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` blocks from ``tier``, from storage permanently.

@@ -30,7 +30,7 @@ from kvtier.cache.transfer import LayerGate
 from kvtier.core.config import CacheConfig
 from kvtier.core.errors import ConfigError
 from kvtier.core.grouping import runs_of
-from kvtier.core.hints import Hint
+from kvtier.core.hints import Hint, HintResult
 from kvtier.core.keys import keys_along, next_keys
 from kvtier.core.types import DEVICE, HOST, BlockId, BlockKey, Label, Match, Slot
 from kvtier.devices import Device
@@ -304,15 +304,18 @@ class WindowCache(StatefulCache):
 
     # -- hints ------------------------------------------------------------------------------------
 
-    def hint(self, namespace: bytes, labels: Sequence[Label], hint: Hint) -> None:
+    def hint(self, namespace: bytes, labels: Sequence[Label], hint: Hint) -> Sequence[HintResult]:
         """Do the same as ``Cache.hint``, and apply what concerns the prompt's end to its cells."""
-        super().hint(namespace, labels, hint)
+        results = super().hint(namespace, labels, hint)
         to_the_end = (
             replace(each, first_token=0) for each in hint.retain if each.last_token is None
         )
-        of_cells = replace(hint, retain=tuple(to_the_end))
+        of_cells = replace(hint, retain=tuple(to_the_end), prefetch_within_s=None)
+        if of_cells.demote_from is not None:
+            of_cells = replace(of_cells, demote_from=0)
         for cell in self._last_cells(namespace, labels) if of_cells != Hint() else ():
             super().hint(namespace, cell, of_cells)
+        return results
 
     def wait(self, namespace: bytes, labels: Sequence[Label], is_waiting: bool) -> None:
         super().wait(namespace, labels, is_waiting)

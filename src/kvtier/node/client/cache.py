@@ -32,12 +32,12 @@ from kvtier.cache.guard import PartitionFacts, SlotGuard
 from kvtier.cache.ladder import CostMetrics
 from kvtier.cache.local import states_of
 from kvtier.cache.waiters import Signal
-from kvtier.core.hints import BlockHint, Hint, waits
+from kvtier.core.hints import BlockHint, Hint, HintOutcome, HintResult, waits
 from kvtier.core.types import DEVICE, HOST, Slot
 from kvtier.node.client.channel import Channel, NodeClient, NodeError, OpenedPartition, SlotNotice
 from kvtier.node.wire import protocol
 from kvtier.observe import Metrics
-from kvtier.observe.specs import PROBED_BLOCKS
+from kvtier.observe.specs import HINTS, PROBED_BLOCKS
 from kvtier.plan import CostModel, Costs, num_to_probe, ways_of
 from kvtier.plan.decide import Awaited
 
@@ -328,8 +328,12 @@ class NodeCache(BlockCache):
         if joined_keys := b"".join(keys):
             self._notify(protocol.ContinueNotice(0, joined_keys, last_key))
 
-    def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
+    def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> Sequence[HintResult]:
         self._send_hints(keys, hint.block_hint(block_size, 0.0))
+        sent = hint.declined(HintOutcome.SENT)
+        for result in sent:
+            self.metrics.count(HINTS, action=result.action, outcome=result.outcome)
+        return sent
 
     def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
         self._send_hints(keys, [waits(is_waiting, 0.0)])

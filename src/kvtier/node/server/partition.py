@@ -19,7 +19,7 @@ from kvtier.cache.block_cache import BlockState, Held, Reserved
 from kvtier.cache.ladder import LadderOptions, PendingLookup
 from kvtier.cache.local import LocalBlockCache, LocatedBlocks
 from kvtier.cache.transfer import LocalMover
-from kvtier.core.hints import BlockHint
+from kvtier.core.hints import BlockHint, HintKind
 from kvtier.core.keys import child_keys
 from kvtier.core.types import DEVICE, HOST, BlockId, Slot
 from kvtier.index import State, make_key_index
@@ -247,7 +247,11 @@ class Partition:
         for word, level, first, end, for_s in said:
             now = self.clock()
             try:
-                self._index.retain(keys, BlockHint(word, level, first, end, now + for_s), now)
+                stated = BlockHint(word, level, first, end, now + for_s)
+                if word in (HintKind.WAITS, HintKind.TURN):  # by the engine, not by its client
+                    self._index.retain(keys, stated, now)
+                else:
+                    self.cache.act(keys, stated)
             except (ValueError, OverflowError) as error:
                 logger.warning("hint ignored tenant=%s error=%s", self.key.tenant, error)
             yield
@@ -410,9 +414,8 @@ class Partition:
     @property
     def has_work(self) -> bool:
         """Whether ``poll`` has work to do, now or later."""
-        return (
-            self.is_busy or bool(self._retiring) or any(map(self._mover.num_owed, self._storages))
-        )
+        is_waiting = bool(self._retiring) or self.cache.has_prefetches
+        return self.is_busy or is_waiting or any(map(self._mover.num_owed, self._storages))
 
     def check_invariants(self) -> None:
         """Raise AssertionError also if a slot is not known to have the block that lies in it."""

@@ -1,0 +1,313 @@
+"""Hints that act: blocks read before their request comes, and blocks that leave memory early."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import Generic, NamedTuple, TypeVar
+
+from kvtier.cache.ladder import Ladder
+from kvtier.core.hints import (
+    DEFAULT_TTL_S,
+    END,
+    MAX_BACK_S,
+    Action,
+    BlockHint,
+    HintKind,
+    HintOutcome,
+    HintResult,
+    check_block_hint,
+)
+from kvtier.core.types import BlockId
+from kvtier.index import BlockIndex, State
+from kvtier.observe.specs import HINTS
+
+TENANT_SHARE = 0.25
+"""Share of memory for blocks that were read for hints of one tenant and are not used yet."""
+TOTAL_SHARE = 0.5
+"""The same for all tenants together."""
+MAX_PREFETCHES = 64
+"""Prefetches of one tenant that are scheduled or not used yet."""
+MAX_IN_ALL = 1024
+BLOCKS_AT_ONCE = 1 << 11
+"""Most blocks of an action that are moved in one step."""
+KEEP_S = 30.0
+"""Time after that of a prefetch for which its blocks are kept."""
+LEAD_FACTOR = 2.0
+"""A prefetch begins so many times earlier than its read is expected to take."""
+MIN_LEAD_S = 0.5
+LOOK_AGAIN_S = 0.01
+
+Prompt = TypeVar("Prompt", bound=Sequence[bytes])
+
+
+class Found(NamedTuple):
+    """Blocks of a prompt.
+
+    num_found: how many of its first blocks some tier has. missing: those of them that only storage
+    has, by the storage that they are read from.
+    """
+
+    num_found: int
+    missing: Mapping[str, Sequence[BlockId]]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCalls(Generic[Prompt]):
+    """Calls of a cache about a tenant's prompt. The last three are for prefetches only.
+
+    retain: apply a statement to its policies. blocks: its known blocks, in order.
+    is_asked: whether storage is being asked for its blocks, so that ``find`` may find more soon.
+    read: begin to read blocks from a storage, behind all reads that requests wait for; return how
+        many of the first ones memory has room for.
+    """
+
+    retain: Callable[[bytes, Prompt, BlockHint], object]
+    blocks: Callable[[bytes, Prompt], Sequence[BlockId]]
+    is_asked: Callable[[bytes, Prompt], bool] = lambda tenant, prompt: False
+    find: Callable[[bytes, Prompt], Found] = lambda tenant, prompt: Found(0, {})
+    read: Callable[[Sequence[BlockId], str], int] = lambda blocks, storage: 0
+
+
+@dataclass(slots=True, eq=False)
+class _Prefetch(Generic[Prompt]):
+    """A prefetch of one prompt.
+
+    next_s: time at which it is looked at again. over_s: time at which it ends.
+    num_uses: by then, of each block that is read for it.
+    """
+
+    prompt: Prompt
+    next_s: float
+    over_s: float
+    num_uses: dict[BlockId, int] = field(default_factory=dict)
+
+    def is_for(self, prompt: Prompt) -> bool:
+        """Whether a prompt begins with the one that was prefetched."""
+        num = len(self.prompt)
+        if len(prompt) < num or prompt[num - 1] != self.prompt[-1]:
+            return False
+        return list(prompt[:num]) == list(self.prompt)
+
+
+class HintActions(Generic[Prompt]):
+    """Carries out the hints of clients on one cache. Owned by the cache's thread.
+
+    A prefetch begins shortly before its time. Its reads are patient: every read that a request
+    waits for goes before them. What was read and not used when the time is over leaves memory
+    again, so that prefetches never hold more than their share of it.
+
+    Args:
+        index, ladder: of the cache.
+        calls: of the cache.
+        memory: name of the tier that storage is read into; None if nothing is moved.
+        block_bytes: bytes of a block.
+        learns: whether the policy of memory follows hints.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        ladder: Ladder,
+        calls: PromptCalls[Prompt],
+        memory: str | None,
+        block_bytes: int,
+        learns: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._index = index
+        self._ladder = ladder
+        self._calls = calls
+        self._memory = memory
+        self._block_bytes = block_bytes
+        self._learns = learns
+        self._clock = clock
+        self._prefetches: dict[bytes, list[_Prefetch[Prompt]]] = {}
+        self._num_read: Counter[bytes] = Counter()  # blocks read and not used yet, by tenant
+        self._next_s = inf
+
+    def apply(self, tenant: bytes, prompt: Prompt, block_hint: BlockHint) -> HintResult:
+        """Apply a client's statement to a prompt, and count it.
+
+        Raises ValueError for an invalid one.
+        """
+        if block_hint.word in (HintKind.PREFETCH, HintKind.DEMOTE):
+            check_block_hint(block_hint._replace(word=HintKind.KEEP))
+        if block_hint.word == HintKind.PREFETCH:
+            result = self._prefetch(tenant, prompt, block_hint.until)
+        elif block_hint.word == HintKind.DEMOTE:
+            result = self._demote(tenant, prompt, block_hint)
+        else:
+            self._calls.retain(tenant, prompt, block_hint)
+            num = block_hint.num_of(len(prompt)) if self._learns else 0
+            outcome = HintOutcome.DONE if self._learns else HintOutcome.NO_POLICY
+            result = HintResult(block_hint.action, outcome, num)
+        self._count(result)
+        return result
+
+    def _count(self, result: HintResult) -> None:
+        self._ladder.metrics.count(HINTS, action=result.action, outcome=result.outcome)
+
+    # -- leaving memory ----------------------------------------------------------------------------
+
+    def _demote(self, tenant: bytes, prompt: Prompt, block_hint: BlockHint) -> HintResult:
+        """Evict blocks that a slower tier has, and let the others be evicted first."""
+        blocks = self._calls.blocks(tenant, prompt)[block_hint.first : block_hint.end][
+            -BLOCKS_AT_ONCE:
+        ]
+        tiers = self._index.tiers if self._memory is not None else ()
+        states = {tier: self._index.states_of(blocks, tier) for tier in tiers}
+        lost = self._ladder.lost
+        left: set[BlockId] = set()
+        for at, tier in enumerate(tiers[: len(tiers) - len(self._ladder.storages)]):
+            going = [
+                block
+                for place, block in enumerate(blocks)
+                if states[tier][place] is State.READY
+                and any(
+                    states[below][place] is State.READY and (block, below) not in lost
+                    for below in tiers[at + 1 :]
+                )
+            ]
+            left.update(self._ladder.evict_blocks(going, tier))
+        until_s = self._clock() + DEFAULT_TTL_S
+        rest = BlockHint(HintKind.KEEP, 0, block_hint.first, block_hint.end, until_s)
+        self._calls.retain(tenant, prompt, rest)
+        outcome = HintOutcome.NO_STORAGE if len(tiers) < 2 else HintOutcome.DONE
+        return HintResult(Action.DEMOTE, outcome, len(left))
+
+    # -- prefetches --------------------------------------------------------------------------------
+
+    def _prefetch(self, tenant: bytes, prompt: Prompt, due_s: float) -> HintResult:
+        if self._memory is None or not self._ladder.storages:
+            return HintResult(Action.PREFETCH, HintOutcome.NO_STORAGE)
+        if not len(prompt):
+            return HintResult(Action.PREFETCH, HintOutcome.ABSENT)
+        mine = self._prefetches.get(tenant, [])
+        known = [it for it in mine if len(it.prompt) == len(prompt) and it.is_for(prompt)]
+        for it in known:
+            if it.num_uses:  # being read, or in memory
+                it.over_s = max(it.over_s, due_s + KEEP_S)
+                return HintResult(Action.PREFETCH, HintOutcome.BEGUN, len(it.num_uses))
+            self._end(tenant, it)
+        num_in_all = sum(map(len, self._prefetches.values()))
+        if len(mine) >= MAX_PREFETCHES or num_in_all >= MAX_IN_ALL:
+            return HintResult(Action.PREFETCH, HintOutcome.SHARE)
+        now_s = self._clock()
+        due_s = min(due_s, now_s + MAX_BACK_S)
+        begin_s = due_s - self._lead_s(len(prompt))
+        new = _Prefetch(prompt, max(now_s, begin_s), due_s + KEEP_S)
+        self._prefetches.setdefault(tenant, []).append(new)
+        result = None if begin_s > now_s else self._begin(tenant, new, now_s)
+        self._next_s = min(self._next_s, new.next_s)
+        return result or HintResult(Action.PREFETCH, HintOutcome.SCHEDULED, len(prompt))
+
+    def _lead_s(self, num_blocks: int) -> float:
+        """Return how long before it is due a prefetch begins."""
+        costs = self._ladder.cost_snapshot()
+        most_s = 0.0
+        for storage in self._ladder.storages:
+            route = (storage, str(self._memory))
+            read_s = costs.copy_s(route, num_blocks * self._block_bytes)
+            read_s += costs.queued_s.get(route, 0.0)
+            most_s = max(most_s, read_s) if isfinite(read_s) else most_s
+        return max(MIN_LEAD_S, LEAD_FACTOR * most_s)
+
+    def _begin(self, tenant: bytes, it: _Prefetch[Prompt], now_s: float) -> HintResult | None:
+        """Begin to read the blocks of a prefetch that are not in memory, some in each step.
+
+        Returns None while storage is asked for them, and in later steps.
+        """
+        it.next_s = now_s + LOOK_AGAIN_S
+        if self._calls.is_asked(tenant, it.prompt):
+            return None
+        num_found, missing = self._calls.find(tenant, it.prompt)
+        is_first, num_left = not it.num_uses, 0
+        room = self._room(tenant)
+        for storage, blocks in missing.items():
+            states = self._index.states_of(blocks, str(self._memory))
+            absent = [b for b, at in zip(blocks, states, strict=True) if at is State.ABSENT]
+            wanted = absent[: min(room, BLOCKS_AT_ONCE)]
+            begun = wanted[: self._calls.read(wanted, storage)]
+            num_left += len(absent) - len(begun)
+            room = room - len(begun) if len(begun) == len(wanted) else 0
+            it.num_uses.update(zip(begun, self._index.num_uses(begun), strict=True))
+            self._num_read[tenant] += len(begun)
+        if not num_left or not room:
+            it.next_s = it.over_s
+            if it.num_uses or not num_left:
+                back = BlockHint(HintKind.BACK, 0, 0, END, it.over_s)
+                self._calls.retain(tenant, it.prompt, back)
+        if it.num_uses:
+            num = num_left + len(it.num_uses) if room else len(it.num_uses)
+            return HintResult(Action.PREFETCH, HintOutcome.BEGUN, num) if is_first else None
+        self._end(tenant, it)
+        if num_left:
+            return HintResult(Action.PREFETCH, HintOutcome.SHARE)
+        outcome = HintOutcome.IN_MEMORY if num_found else HintOutcome.ABSENT
+        return HintResult(Action.PREFETCH, outcome, num_found)
+
+    def _room(self, tenant: bytes) -> int:
+        """Return how many blocks may be read for a tenant now."""
+        num_slots = self._ladder.usage()[str(self._memory)].num_slots
+        of_tenant = int(TENANT_SHARE * num_slots) - self._num_read[tenant]
+        return max(0, min(of_tenant, int(TOTAL_SHARE * num_slots) - self._num_read.total()))
+
+    def _end(self, tenant: bytes, it: _Prefetch[Prompt]) -> None:
+        self._prefetches[tenant].remove(it)
+        if not self._prefetches[tenant]:
+            del self._prefetches[tenant]
+        self._num_read[tenant] -= len(it.num_uses)
+        if not self._num_read[tenant]:
+            del self._num_read[tenant]
+
+    def came(self, tenant: bytes, prompt: Prompt) -> None:
+        """Note that a request for a prompt uses its blocks: they are prefetched no longer."""
+        for it in [it for it in self._prefetches.get(tenant, ()) if it.is_for(prompt)]:
+            if it.num_uses:
+                self._count(HintResult(Action.PREFETCH, HintOutcome.USED))
+            self._end(tenant, it)
+
+    def poll(self) -> None:
+        """Begin the prefetches that are due, and end those whose time is over."""
+        now_s = self._clock()
+        if now_s < self._next_s:
+            return
+        for tenant, mine in list(self._prefetches.items()):
+            for it in [it for it in mine if it.next_s <= now_s]:
+                if now_s >= it.over_s:
+                    self._expire(tenant, it)
+                elif (result := self._begin(tenant, it, now_s)) is not None:
+                    self._count(result)
+        left = (it.next_s for mine in self._prefetches.values() for it in mine)
+        self._next_s = min(left, default=inf)
+
+    @property
+    def has_prefetches(self) -> bool:
+        """Whether ``poll`` has work to do, now or later."""
+        return bool(self._prefetches)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ``poll`` has work to do now."""
+        return self._next_s <= self._clock()
+
+    def _expire(self, tenant: bytes, it: _Prefetch[Prompt]) -> None:
+        """Evict the blocks of a prefetch that nothing has used since."""
+        outcome = HintOutcome.EXPIRED if it.num_uses else HintOutcome.ABSENT
+        self._count(HintResult(Action.PREFETCH, outcome))
+        memory = str(self._memory)
+        states = zip(it.num_uses, self._index.states_of(it.num_uses, memory), strict=True)
+        here = [block for block, at in states if at is State.READY]
+        uses = zip(here, self._index.num_uses(here), strict=True)
+        self._ladder.evict_blocks([b for b, num in uses if num == it.num_uses[b]], memory)
+        self._end(tenant, it)
+
+    def clear(self) -> None:
+        """Forget all prefetches."""
+        self._prefetches.clear()
+        self._num_read.clear()
+        self._next_s = inf
