@@ -13,6 +13,8 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from kvtier.cache.assembly import ladder_options, policy_maker
 from kvtier.cache.deletion import Deletion, PromptDeletion, PromptPins, used_by_namespace
@@ -45,7 +47,7 @@ from kvtier.index import State, make_index
 from kvtier.index.policies.replayed import LRU
 from kvtier.observe import Metrics
 from kvtier.observe.block_events import BlockEvents, BlockLog
-from kvtier.plan import Decision, Plan, weigh
+from kvtier.plan import Costs, Decision, Plan, weigh
 from kvtier.plan.decide import Wait, WaitState
 from kvtier.tiers import ArenaOptions, DeviceTier, MemoryTier, StorageTier
 from kvtier.tiers.row import lossy_codec, make_tiers
@@ -53,6 +55,16 @@ from kvtier.tiers.row import lossy_codec, make_tiers
 LONG_PROMPT = 1024
 """Blocks from which on a prompt is long. The cache's thread hashes shorter prompts itself, which
 takes half a millisecond at most."""
+
+
+class Estimate(NamedTuple):
+    """Decision about a prompt that was not submitted.
+
+    unknown_in: storage tiers that may have more of it, and were not looked up.
+    """
+
+    decision: Decision
+    unknown_in: Sequence[str]
 
 
 class Cache:
@@ -244,14 +256,22 @@ class Cache:
         return self.decide(match, num_tokens, grain_blocks, load).plan
 
     def decide(
-        self, match: Match, num_tokens: int, grain_blocks: int = 1, load: bool = True
+        self,
+        match: Match,
+        num_tokens: int,
+        grain_blocks: int = 1,
+        load: bool = True,
+        costs: Costs | None = None,
     ) -> Decision:
-        """Return the plan together with its inputs, for ``kvtier.plan.explain``."""
+        """Return the plan together with its inputs, for ``kvtier.plan.explain``.
+
+        costs: by default the current ones, by which every load is free if the policy is ``always``.
+        """
         size, num_bytes = self.group.block_size, self.group.bytes_per_block
         match = match if load else match.on_device()
         return weigh(
             match,
-            self._ladder.cost_snapshot(is_free=not self._weighs_costs),
+            costs or self._ladder.cost_snapshot(is_free=not self._weighs_costs),
             num_tokens=num_tokens,
             block_size=size,
             bytes_per_block=num_bytes,
@@ -261,6 +281,24 @@ class Cache:
             deadline_s=self.config.load_deadline_s,
             is_weighed=self._weighs_costs,
         )
+
+    def estimate(
+        self, namespace: bytes, labels: Sequence[Label], num_tokens: int, grain_blocks: int = 1
+    ) -> Estimate:
+        """Return the decision that ``fetch`` would make now, with measured seconds.
+
+        Changes nothing: storage is not looked up, and no use is recorded. Arguments: see ``fetch``.
+        """
+        match = self.match(namespace, labels)
+        costs = self._ladder.cost_snapshot()
+        decision = self.decide(match, num_tokens, grain_blocks, costs=costs)
+        if not self._weighs_costs and decision.plan.compared:  # all that is found is loaded
+            last = decision.plan.compared[-1]
+            load_s, recompute_s = last.load_s, last.recompute_s
+            plan = Plan((), last.num_blocks, load_s, recompute_s)
+            decision = replace(decision, plan=plan)
+        is_all_known = match.num_blocks == len(labels)
+        return Estimate(decision, () if is_all_known else self._ladder.unindexed())
 
     def transfer(self, lease: Lease, plan: Plan, num_blocks: int) -> bool:
         """Reserve slots for the whole request, and start the plan's copies.

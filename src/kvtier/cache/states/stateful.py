@@ -11,7 +11,7 @@ from kvtier.cache.states.lease import Snapshot, SnapshotMatch, StatefulLease, St
 from kvtier.cache.tokens import Cache
 from kvtier.core.hot import Numbers
 from kvtier.core.types import DEVICE, BlockId, GroupMatch, Label, Match, Slot
-from kvtier.plan import Copy, Decision, plan_groups
+from kvtier.plan import Copy, Costs, Decision, plan_groups
 from kvtier.plan.needs import GroupCapacity, coming_runs
 
 
@@ -48,12 +48,17 @@ class StatefulCache(Cache, ABC):
         return joined([match, match.snapshots[0].match])
 
     def decide(
-        self, match: Match, num_tokens: int, grain_blocks: int = 1, load: bool = True
+        self,
+        match: Match,
+        num_tokens: int,
+        grain_blocks: int = 1,
+        load: bool = True,
+        costs: Costs | None = None,
     ) -> Decision:
         assert isinstance(match, SnapshotMatch), "of this cache"
         size, num_bytes = self.group.block_size, self.group.bytes_per_block
         match = match if load else match.on_device()
-        costs = self._ladder.cost_snapshot(is_free=not self._weighs_costs)
+        costs = costs or self._ladder.cost_snapshot(is_free=not self._weighs_costs)
         num_free, staging = self.num_available_slots, self._ladder.num_staging
         plan = plan_groups(
             self._over_groups(match),

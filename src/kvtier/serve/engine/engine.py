@@ -39,7 +39,7 @@ from kvtier.serve.engine.request import (
     Token,
 )
 from kvtier.serve.engine.sampling import Sampler, SamplingParams
-from kvtier.serve.engine.scheduler import Scheduler
+from kvtier.serve.engine.scheduler import Preview, Scheduler
 from kvtier.serve.engine.self_check import check_in_float32, check_model, num_check_tokens
 from kvtier.tiers.row import lossy_codec
 
@@ -177,9 +177,7 @@ class Engine:
         self._process.must_be_here("the engine")
         params = params or SamplingParams()
         self._refuse_bad(prompt, params)
-        labels: Sequence[Label] = ()
-        if self.config.prefix_cache and params.prompt_logprobs is None:
-            labels = grid_labels(prompt, self.info.block_size, self.info.chunk_tokens)
+        labels = self._labels(prompt, params)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         shaper = params.shaper(prompt, ends, self.info.vocab_size)
         request = Request(
@@ -201,6 +199,29 @@ class Engine:
             labels.compute_keys(self.namespace_of(salt))
         self._inbox.put(request)
         return RequestHandle(request, self._abort)
+
+    def preview(
+        self, prompts: Sequence[tuple[Sequence[int], SamplingParams]], *, salt: str = ""
+    ) -> Future[list[Preview]]:
+        """Find out what each of some prompts would cost if it were submitted now. Changes nothing.
+
+        Raises ``RequestError`` as ``submit`` does.
+        """
+        for prompt, params in prompts:
+            self._refuse_bad(prompt, params)
+        asked = [(self._labels(prompt, params), len(prompt)) for prompt, params in prompts]
+
+        def preview() -> list[Preview]:
+            namespace = self.namespace_of(salt)
+            return [self._scheduler.preview(namespace, *prompt) for prompt in asked]
+
+        return self.call_later(preview)
+
+    def _labels(self, prompt: Sequence[int], params: SamplingParams) -> Sequence[Label]:
+        """Return the labels of the blocks that a request may reuse."""
+        if not self.config.prefix_cache or params.prompt_logprobs is not None:
+            return ()
+        return grid_labels(prompt, self.info.block_size, self.info.chunk_tokens)
 
     def grammar(self, lark: str) -> Grammar:
         """Compile a grammar for ``SamplingParams.grammar``; see ``Grammars.compile``."""

@@ -120,6 +120,7 @@ class Request:
     salt: as submitted.
     namespace: where its KV is looked up; set by the engine thread.
     turn: place among waiting requests and prefills.
+    num_known: tokens of the prompt that were cached when it was queued.
     may_follow: its prefill may try once to begin before its lease is ready.
     has_followed: whether that succeeded.
     wants_explanation: whether to explain the source of its prompt's KV.
@@ -141,6 +142,7 @@ class Request:
     submitted: float = field(default_factory=time.perf_counter)
     namespace: bytes = b""
     turn: Turn = (0, 0)
+    num_known: int = 0
     stage: Stage = Stage.WAITING
     prefetch: Prefetch | None = None
     lease: Lease | None = None
@@ -167,6 +169,12 @@ class Request:
     @property
     def last_token(self) -> int:
         return self.tokens[-1].token_id
+
+    @property
+    def uncomputed(self) -> range:
+        """Positions of prompt tokens that are still to be computed. Any thread may read it."""
+        num_tokens = len(self.prompt)
+        return range(min(max(self.num_known, self.num_computed), num_tokens), num_tokens)
 
     def score(self, start: int, logits: torch.Tensor) -> None:
         """Add the log probabilities of prompt tokens that follow from a chunk's logits.

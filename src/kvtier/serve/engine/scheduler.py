@@ -18,18 +18,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
 
 from kvtier.cache.lease import StoreListener
-from kvtier.cache.tokens import Cache
+from kvtier.cache.tokens import Cache, Estimate
 from kvtier.cache.transfer import LayerGate
 from kvtier.core.errors import DeviceError
+from kvtier.core.types import Label
+from kvtier.plan import PromptCost
 from kvtier.serve.engine.config import EngineInfo
-from kvtier.serve.engine.request import Marks, Request, Stage, Token
+from kvtier.serve.engine.request import Marks, Request, Stage, Token, Turn
 from kvtier.serve.engine.runner import Runner
 from kvtier.serve.engine.sampling import NO_TOKEN, choose, logprobs
 from kvtier.serve.engine.waiting import Hints, WaitingRequests
@@ -51,6 +54,26 @@ MAX_LOADS = 3
 """Failed loads of one request after which it computes everything itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """A prompt that was not submitted, and the requests that it would meet.
+
+    turn: its turn if it were queued now.
+    requests: all that run or wait.
+    """
+
+    estimate: Estimate
+    turn: Turn
+    requests: Sequence[Request]
+
+    def cost(self) -> PromptCost:
+        """Return the cost of the prompt. Any thread may call this."""
+        decision, unknown_in = self.estimate
+        before = (request.uncomputed for request in self.requests if request.turn < self.turn)
+        queue_s = sum(decision.costs.prefill_s(rest.start, rest.stop) for rest in before)
+        return PromptCost.of(decision, queue_s, unknown_in)
+
+
 class Scheduler:
     """Requests between submission and completion."""
 
@@ -66,6 +89,7 @@ class Scheduler:
         self._hints = Hints(cache)
         self._runner = runner
         self._info = info
+        self._grain_blocks = info.chunk_tokens // info.block_size
         self._max_running = max_running
         self.follow_loads = follow_loads
         self._waiting = WaitingRequests(cache)
@@ -75,9 +99,16 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Add a new request."""
         match = self._cache.match(request.namespace, request.labels)
-        num_cached = match.num_blocks * self._info.block_size
-        self._waiting.join(request, len(request.prompt) - num_cached)
+        request.num_known = match.num_blocks * self._info.block_size
+        self._waiting.join(request, len(request.uncomputed))
         self._hints.came(request)
+
+    def preview(self, namespace: bytes, labels: Sequence[Label], num_tokens: int) -> Preview:
+        """Return what a prompt would cost if it were queued now. Changes nothing."""
+        estimate = self._cache.estimate(namespace, labels, num_tokens, self._grain_blocks)
+        num_known = estimate.decision.match.num_blocks * self._info.block_size
+        turn = self._waiting.next_turn(num_tokens - num_known)
+        return Preview(estimate, turn, list(self._everybody()))
 
     def abort(self, request: Request) -> None:
         """End a request in the next step, unless it has ended."""
@@ -130,7 +161,7 @@ class Scheduler:
             request.labels,
             num_tokens=len(request.prompt),
             num_blocks=self.num_blocks(request),
-            grain_blocks=self._info.chunk_tokens // self._info.block_size,
+            grain_blocks=self._grain_blocks,
             load=request.may_load,
         )
         if request.lease is None:
@@ -278,9 +309,7 @@ class Scheduler:
         match = self._cache.match(request.namespace, request.labels)
         if match.num_blocks <= request.lease.num_shared:
             return False
-        plan = self._cache.plan(
-            match, len(request.prompt), self._info.chunk_tokens // self._info.block_size
-        )
+        plan = self._cache.plan(match, len(request.prompt), self._grain_blocks)
         return plan.num_reused_blocks > request.lease.num_shared
 
     # -- decode -----------------------------------------------------------------------------------

@@ -40,9 +40,13 @@ class RequestLine:
         self._num_tokens = 0
         self._num_requests = 0
 
+    def next_turn(self, num_tokens: int) -> Turn:
+        """Return the turn of a request that is queued now, with so many tokens to compute."""
+        return self._num_tokens + PATIENCE * num_tokens, self._num_requests
+
     def join(self, request: Request, num_tokens: int) -> None:
         """Queue a new request. num_tokens: of its prompt that have to be computed."""
-        request.turn = (self._num_tokens + PATIENCE * num_tokens, self._num_requests)
+        request.turn = self.next_turn(num_tokens)
         self._num_tokens += num_tokens
         self._num_requests += 1
         self.rejoin(request)
@@ -85,6 +89,7 @@ class WaitingRequests:
         self._line = RequestLine()
         self._reading: deque[Request] = deque()  # set aside while storage is read for them
         self._unread: deque[Request] = deque()  # not prefetched yet
+        self.next_turn = self._line.next_turn
 
     def __len__(self) -> int:
         return len(self._line) + len(self._reading)

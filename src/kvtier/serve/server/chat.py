@@ -9,10 +9,11 @@ from functools import cache
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from kvtier.serve.engine import Tokenizer
+from kvtier.serve.engine import Grammar, Tokenizer
 from kvtier.serve.server.answer import Answerer, AnswerForm, Whole
 from kvtier.serve.server.choice import TextPiece, TextToken
 from kvtier.serve.server.errors import bad_request, show
+from kvtier.serve.server.generation import ChoiceOrder
 from kvtier.serve.server.grammars import grammar_of_answer
 from kvtier.serve.server.logprobs import chat_logprobs
 from kvtier.serve.server.responses import (
@@ -22,6 +23,7 @@ from kvtier.serve.server.responses import (
     ChatDelta,
     ChatLogprobs,
     ChatMessageAnswer,
+    CostAnswer,
 )
 from kvtier.serve.server.schemas import ChatMessage, ChatRequest, takes
 from kvtier.serve.server.service import Encode, Service
@@ -168,19 +170,31 @@ def chat_router(service: Service) -> APIRouter:
         body, prepared = await service.prepare(request, ChatRequest, prepare)
         param = "tool_choice" if body.response_format is None else "response_format"
         grammar = await service.grammar(request, prepared.rules, param)
-        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        orders = service.orders(
+        generation = service.start(request, body, orders_of(body, prepared, grammar))
+        max_calls = 0 if body.parallel_tool_calls else 1
+        form = ChatForm(tokenizer, num_logprobs_of(body), prepared.call_form, max_calls)
+        return await Answerer(service, request, body, form).answer(generation)
+
+    @router.post("/v1/chat/completions/cost", openapi_extra=takes(ChatRequest))
+    async def estimate_chat_completion(request: Request) -> CostAnswer:
+        """Return what the next turn would cost here, without computing or loading anything."""
+        body, prepared = await service.prepare(request, ChatRequest, prepare)
+        return await service.estimate(body, orders_of(body, prepared))
+
+    def num_logprobs_of(body: ChatRequest) -> int | None:
+        return (body.top_logprobs or 0) if body.logprobs else None
+
+    def orders_of(
+        body: ChatRequest, prepared: ChatPrompt, grammar: Grammar | None = None
+    ) -> list[ChoiceOrder]:
+        return service.orders(
             body,
             prepared.prompt,
             max_tokens=body.max_completion_tokens or body.max_tokens,
             default_max_tokens=service.config.default_chat_tokens,
-            num_logprobs=num_logprobs,
+            num_logprobs=num_logprobs_of(body),
             grammar=grammar,
         )
-        max_calls = 0 if body.parallel_tool_calls else 1
-        form = ChatForm(tokenizer, num_logprobs, prepared.call_form, max_calls)
-        generation = service.start(request, body, orders)
-        return await Answerer(service, request, body, form).answer(generation)
 
     @cache
     def form_of_calls() -> CallForm | None:

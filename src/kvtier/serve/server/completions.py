@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from kvtier.serve.engine import Tokenizer
+from kvtier.serve.engine import Grammar, Tokenizer
 from kvtier.serve.server.answer import Answerer, AnswerForm, Whole
 from kvtier.serve.server.choice import TextPiece, TextToken
 from kvtier.serve.server.fields import Prompt
 from kvtier.serve.server.generation import ChoiceOrder
 from kvtier.serve.server.grammars import grammar_of_answer
 from kvtier.serve.server.logprobs import completion_logprobs
-from kvtier.serve.server.responses import CompletionChoice, CompletionLogprobs
+from kvtier.serve.server.responses import CompletionChoice, CompletionLogprobs, CostAnswer
 from kvtier.serve.server.schemas import CompletionRequest, takes
 from kvtier.serve.server.service import Encode, Service
 
@@ -85,6 +85,19 @@ def completions_router(service: Service) -> APIRouter:
         """Continue one or more prompts."""
         body, prepared = await service.prepare(request, CompletionRequest, prepare)
         grammar = await service.grammar(request, prepared.rules, "response_format")
+        generation = service.start(request, body, orders_of(body, prepared, grammar))
+        form = CompletionForm(tokenizer, body.logprobs)
+        return await Answerer(service, request, body, form).answer(generation)
+
+    @router.post("/v1/completions/cost", openapi_extra=takes(CompletionRequest))
+    async def estimate_completion(request: Request) -> CostAnswer:
+        """Return what the prompts would cost here, without computing or loading anything."""
+        body, prepared = await service.prepare(request, CompletionRequest, prepare)
+        return await service.estimate(body, orders_of(body, prepared))
+
+    def orders_of(
+        body: CompletionRequest, prepared: CompletionPrompts, grammar: Grammar | None = None
+    ) -> list[ChoiceOrder]:
         orders: list[ChoiceOrder] = []
         for token_ids, (echo, offsets) in zip(prepared.prompts, prepared.echoes, strict=True):
             orders += service.orders(
@@ -97,9 +110,7 @@ def completions_router(service: Service) -> APIRouter:
                 offsets=offsets,
                 grammar=grammar,
             )
-        generation = service.start(request, body, orders)
-        form = CompletionForm(tokenizer, body.logprobs)
-        return await Answerer(service, request, body, form).answer(generation)
+        return orders
 
     def prepare(body: CompletionRequest, encode: Encode) -> CompletionPrompts:
         service.check(body, len(body.prompt))

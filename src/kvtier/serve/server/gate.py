@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "/v1/completions/cost": "cost",
+    "/v1/chat/completions/cost": "cost",
     "/v1/models": "models",
     "/health": "health",
     "/metrics": "metrics",

@@ -6,6 +6,8 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict  # typing's own won't do for pydantic before Python 3.12
 
+from kvtier.plan import PromptCost
+
 
 class PromptTokensDetails(TypedDict):
     cached_tokens: int
@@ -112,6 +114,14 @@ class Answer(TypedDict):
     model: str
     choices: list[CompletionChoice] | list[ChatChoice] | list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
+
+
+class CostAnswer(TypedDict):
+    """Answer about prompts that were not submitted. costs: one per prompt, in order."""
+
+    object: Literal["kvtier.cost"]
+    model: str
+    costs: list[PromptCost]
 
 
 class Model(TypedDict):

@@ -23,13 +23,14 @@ from kvtier.core.system.memory import trim_heap
 from kvtier.core.system.user_paths import user_path
 from kvtier.observe.recording import Chains, Recorder, salt_from_environment
 from kvtier.observe.traces import open_traces
-from kvtier.serve.engine import Engine, Grammar, SamplingParams
+from kvtier.serve.engine import Engine, Grammar, RequestError, SamplingParams
 from kvtier.serve.server.bodies import Bodies, Body
 from kvtier.serve.server.config import ServerConfig
 from kvtier.serve.server.errors import (
     ApiError,
     ClientGone,
     bad_request,
+    busy,
     from_validation,
     show,
     shutting_down,
@@ -39,6 +40,7 @@ from kvtier.serve.server.grammars import compiled
 from kvtier.serve.server.metrics import ServerMetrics
 from kvtier.serve.server.pace import Pace
 from kvtier.serve.server.refused import refuse_unsupported
+from kvtier.serve.server.responses import CostAnswer
 from kvtier.serve.server.scan import Bounds
 from kvtier.serve.server.schemas import GenerationRequest
 from kvtier.serve.server.streaming import unless_gone
@@ -124,6 +126,9 @@ class Encode(Protocol):
     def __call__(self, text: str, *, special_tokens: bool = False) -> list[int]: ...
 
 
+MAX_ESTIMATED = 64
+"""Most prompts whose cost is estimated at a time: for each, the engine looks up one prompt between
+two of its steps."""
 MAX_TENANTS = 4096
 """Most names of tenants that are remembered, for the control."""
 ESCAPED = 6
@@ -148,6 +153,7 @@ class Service:
         self.is_closing = False
         self._cut_short = Event()
         self._generations: set[Generation] = set()
+        self._num_estimated = 0
         self._num_in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -388,6 +394,25 @@ class Service:
             self.tenants.add(asked.cache_salt)
         self.metrics.hinted(asked.kv_hints.actions)
         return generation
+
+    async def estimate(self, asked: GenerationRequest, orders: Sequence[ChoiceOrder]) -> CostAnswer:
+        """Return what prompts would cost if they were submitted now. Changes nothing."""
+        self._check_not_cut_short()
+        prompts = [(order.prompt, order.params) for order in orders if order.is_first]
+        if self._num_estimated + len(prompts) > MAX_ESTIMATED:
+            raise busy(f"it estimates the cost of {self._num_estimated} prompts; try again later")
+        self._num_estimated += len(prompts)
+        loop = asyncio.get_running_loop()
+        try:
+            found = await asyncio.wrap_future(self.engine.preview(prompts, salt=asked.cache_salt))
+            costs = await loop.run_in_executor(
+                self._short, lambda: [preview.cost() for preview in found]
+            )
+        except RequestError as error:
+            raise bad_request(str(error)) from error
+        finally:
+            self._num_estimated -= len(prompts)
+        return {"object": "kvtier.cost", "model": self.model_name, "costs": costs}
 
     def _ended(self, generation: Generation) -> None:
         if generation not in self._generations:

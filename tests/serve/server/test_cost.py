@@ -1,0 +1,198 @@
+"""The server answers what a prompt would cost, and nothing changes by it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvtier.core.config import CacheConfig
+from kvtier.core.types import DEVICE, HOST, LoadPolicy
+from kvtier.plan import PromptCost
+from kvtier.serve.engine import Engine, EngineConfig, SamplingParams
+from kvtier.serve.server.config import ServerConfig
+
+from .conftest import MODEL, Running, busy, running
+from .raw import error_of
+
+pytestmark = pytest.mark.engine
+
+
+def ask(served: Running, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+    asked = {"model": MODEL, "max_tokens": 1, "temperature": 0, **body}
+    return httpx.post(f"{served.url}/v1/{path}", json=asked, headers=headers, timeout=60)
+
+
+def costs(served: Running, path: str = "completions", **body: Any) -> list[PromptCost]:
+    answer = ask(served, f"{path}/cost", body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert (found["object"], found["model"]) == ("kvtier.cost", MODEL)
+    return [PromptCost(**cost) for cost in found["costs"]]
+
+
+def cost(served: Running, **body: Any) -> PromptCost:
+    (found,) = costs(served, **body)
+    return found
+
+
+def usage(served: Running, path: str = "completions", **body: Any) -> dict[str, Any]:
+    answer = ask(served, path, body, **{"X-KVTier-Explain": "1"})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()["usage"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_cost_is_that_of_the_request_that_follows(served: Running, prefix: str) -> None:
+    prompt = {"prompt": prefix + "# cost", "cache_salt": "cost"}
+    cold = cost(served, **prompt)
+    num = usage(served, **prompt)["prompt_tokens"]
+    assert served.engine.drain()
+    warm = cost(served, **prompt)
+    served.engine.clear_tier(DEVICE)
+    stored = cost(served, **prompt)
+    (explained,) = usage(served, **prompt)["kvtier"]
+    reused = explained["reused_tokens"]
+    assert 0 < reused < num
+    assert (cold.prompt_tokens, cold.reused_tokens, cold.computed_tokens) == (num, {}, num)
+    assert warm.reused_tokens == {DEVICE: reused}
+    assert stored.reused_tokens == {HOST: reused}
+    assert warm.computed_tokens == stored.computed_tokens == num - reused
+    assert cold.load_s == warm.load_s == 0.0
+    assert cold.seconds is not None
+    assert warm.compute_s is not None
+    assert cold.seconds == cold.compute_s > warm.compute_s > 0
+    assert stored.load_s == pytest.approx(explained["predicted"]["load_s"], rel=0.5)
+    assert cold.queue_s == warm.queue_s == stored.queue_s == 0.0
+
+
+def test_another_salt_finds_nothing(served: Running, prefix: str) -> None:
+    usage(served, prompt=prefix, cache_salt="one")
+    assert cost(served, prompt=prefix, cache_salt="one").reused_tokens
+    assert not cost(served, prompt=prefix, cache_salt="two").reused_tokens
+    assert not cost(served, prompt=prefix + prefix, cache_salt="").declined_tokens
+
+
+def test_text_tokens_and_messages_cost_what_their_request_does(
+    served: Running, prefix: str
+) -> None:
+    encode = served.engine.tokenizer.encode
+    both = costs(served, prompt=[prefix, "short"], n=3)
+    assert [found.prompt_tokens for found in both] == [len(encode(prefix)), len(encode("short"))]
+    assert cost(served, prompt=encode(prefix)).prompt_tokens == both[0].prompt_tokens
+    body = {"messages": [{"role": "user", "content": prefix}], "cache_salt": "messages"}
+    num = usage(served, "chat/completions", **body)["prompt_tokens"]
+    (found,) = costs(served, "chat/completions", **body)
+    assert found.prompt_tokens == num
+    assert sum(found.reused_tokens.values()) > 0
+    # All of it is computed for its log probabilities.
+    assert not cost(served, prompt=prefix, echo=True, logprobs=1).reused_tokens
+
+
+def test_requests_before_it_are_in_the_queue(served: Running, prefix: str) -> None:
+    engine, prompt = served.engine, {"prompt": prefix, "cache_salt": "queue"}
+    alone = cost(served, **prompt)
+    encoded = engine.tokenizer.encode(prefix)
+    short = SamplingParams(max_tokens=1)
+    with busy(engine):
+        handles = [engine.submit(encoded, short, salt=f"queue {at}") for at in range(3)]
+        found: list[PromptCost] = []
+        for asked in (encoded, encoded[:8]):
+            preview = engine.preview([(asked, short)], salt="queue")
+            # called on the engine's thread, before its next step
+            preview.add_done_callback(lambda future: found.append(future.result()[0].cost()))
+    for handle in handles:
+        handle.result(60)
+    last, passing = (cost.queue_s for cost in found)
+    assert last is not None
+    assert passing is not None
+    assert alone.compute_s is not None
+    assert last == pytest.approx(3 * alone.compute_s, rel=0.5)
+    assert passing < last, "a short prompt passes some of them"
+    (alone_again,) = costs(served, **prompt)
+    assert alone_again.queue_s == 0.0
+
+
+def test_a_query_changes_nothing(served: Running, prefix: str) -> None:
+    engine = served.engine
+    usage(served, prompt=prefix, cache_salt="pure")
+    assert engine.drain()
+    engine.clear_tier(DEVICE)
+
+    def metrics() -> dict[str, float]:
+        registry = engine.call(engine.cache.update_metrics).registry
+        return {
+            f"{sample.name}{sample.labels}": sample.value
+            for family in registry.collect()
+            for sample in family.samples
+        }
+
+    before = metrics()
+    for salt in ("pure", "unknown"):
+        cost(served, prompt=prefix, cache_salt=salt)
+    assert metrics() == before
+
+
+def test_a_refused_prompt_is_refused(served: Running) -> None:
+    limit = served.engine.info.max_model_tokens
+    for body, what in (
+        ({"prompt": [2**40]}, "token ids outside"),
+        ({"prompt": [1] * (limit + 1)}, "must fit into"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": "x", "cache_salt": "s" * 2000}, "cache_salt"),
+        ({"prompt": "x", "model": "another"}, "another"),
+    ):
+        path = "completions/cost"
+        refused, request = ask(served, path, body), ask(served, "completions", body)
+        assert what in error_of(refused, refused.status_code)["message"]
+        assert refused.status_code == request.status_code < 500
+        assert refused.json() == request.json()
+
+
+def test_queries_in_flight_are_bounded(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.serve.server.service.MAX_ESTIMATED", 2)
+    for _ in range(2):
+        assert len(costs(served, prompt=["x", "y"])) == 2
+        error = error_of(ask(served, "completions/cost", {"prompt": ["x", "y", "z"]}), 429)
+        assert "estimates the cost of" in error["message"]
+
+
+def test_a_query_needs_the_key(engine: Engine) -> None:
+    with running(engine, ServerConfig(api_key=("secret",))) as served:
+        for path in ("completions/cost", "chat/completions/cost"):
+            error_of(ask(served, path, {"prompt": "x"}), 401)
+        right = {"Authorization": "Bearer secret"}
+        assert ask(served, "completions/cost", {"prompt": "x"}, **right).status_code == 200
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    cache = CacheConfig(
+        host_capacity="8MiB", disk_path=str(tmp_path), disk_capacity="64MiB", strict=True
+    )
+    return EngineConfig(MODEL, device_capacity="32MiB", threads=1, cache=cache)
+
+
+def previewed(engine: Engine, prompt: list[int]) -> PromptCost:
+    (found,) = engine.preview([(prompt, SamplingParams(max_tokens=1))]).result(60)
+    return found.cost()
+
+
+def test_a_policy_that_loads_always_has_seconds(config: EngineConfig) -> None:
+    cache = dataclasses.replace(config.cache, load_policy=LoadPolicy.ALWAYS)
+    prompt = [1] * 700
+    with Engine(dataclasses.replace(config, cache=cache)) as engine:
+        engine.submit(prompt, SamplingParams(max_tokens=1)).result(60)
+        assert engine.drain()
+        engine.clear_tier(DEVICE)
+        engine.submit(prompt, SamplingParams(max_tokens=1)).result(60)
+        engine.clear_tier(DEVICE)
+        found = previewed(engine, prompt)
+    assert found.reused_tokens == {HOST: 640}
+    assert found.load_s > 0
+    assert found.compute_s is not None
+    assert found.compute_s > 0
