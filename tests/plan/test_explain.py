@@ -105,6 +105,7 @@ def test_cost_of_a_prompt_is_that_of_its_plan(
         assert cost.seconds == pytest.approx(0.5 + plan.load_s + plan.recompute_s)
         assert PromptCost.of(decision).seconds == pytest.approx(plan.load_s + plan.recompute_s)
     assert cost.unknown_in == ("s3",)
+    assert cost.unmeasured == [what for what, num in explain(decision).weak if not num]
     json.dumps(asdict(cost), allow_nan=False)
 
 

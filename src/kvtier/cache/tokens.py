@@ -28,10 +28,12 @@ from kvtier.core.config import CacheConfig
 from kvtier.core.errors import Closed, ConfigError, UsageError
 from kvtier.core.hints import BlockHint, Hint, HintOutcome, HintResult, waits
 from kvtier.core.hot import Numbers
+from kvtier.core.keys import keys_along
 from kvtier.core.system.process import OwnerProcess
 from kvtier.core.types import (
     DEVICE,
     HOST,
+    NO_BLOCK,
     BlockId,
     BlockName,
     ClientHints,
@@ -57,10 +59,10 @@ LONG_PROMPT = 1024
 takes half a millisecond at most."""
 
 
-class Estimate(NamedTuple):
+class PromptEstimate(NamedTuple):
     """Decision about a prompt that was not submitted.
 
-    unknown_in: storage tiers that may have more of it, and were not looked up.
+    unknown_in: storage tiers that may have more of it, and can't tell at once.
     """
 
     decision: Decision
@@ -113,7 +115,7 @@ class Cache:
         make_policy = policy_maker(config.eviction_policy)
         self._tiers = make_tiers(config, device, pool, storage, arena)
         self._index = make_index({name: make_policy(name) for name in self._tiers})
-        mover = LocalMover(self._tiers, device, clock)
+        self._mover = mover = LocalMover(self._tiers, device, clock)
         self._archives = True
         self._ladder = Ladder(
             self._index,
@@ -284,21 +286,48 @@ class Cache:
 
     def estimate(
         self, namespace: bytes, labels: Sequence[Label], num_tokens: int, grain_blocks: int = 1
-    ) -> Estimate:
+    ) -> PromptEstimate:
         """Return the decision that ``fetch`` would make now, with measured seconds.
 
-        Changes nothing: storage is not looked up, and no use is recorded. Arguments: see ``fetch``.
+        Changes nothing: no use is recorded, and blocks that only storage knows are counted if it
+        can tell at once, but not adopted. Arguments: see ``fetch``.
         """
-        match = self.match(namespace, labels)
+        match, unknown_in = self._match_with_unindexed(namespace, labels)
         costs = self._ladder.cost_snapshot()
         decision = self.decide(match, num_tokens, grain_blocks, costs=costs)
         if not self._weighs_costs and decision.plan.compared:  # all that is found is loaded
             last = decision.plan.compared[-1]
             load_s, recompute_s = last.load_s, last.recompute_s
             plan = Plan((), last.num_blocks, load_s, recompute_s)
-            decision = replace(decision, plan=plan)
-        is_all_known = match.num_blocks == len(labels)
-        return Estimate(decision, () if is_all_known else self._ladder.unindexed())
+            decision = replace(decision, plan=plan, is_weighed=True)
+        return PromptEstimate(decision, unknown_in)
+
+    def _match_with_unindexed(
+        self, namespace: bytes, labels: Sequence[Label]
+    ) -> tuple[Match, Sequence[str]]:
+        """Return the cached prefix with its blocks in storage that the index does not know.
+
+        The second value is the storage tiers that may have more.
+        """
+        match, unknown_in = self.match(namespace, labels), list[str]()
+        num_asked = len(labels) - match.num_blocks
+        storages = self._ladder.unindexed() if num_asked else ()
+        if storages:
+            before = self._index.key(match.blocks[-1]) if match.blocks else namespace
+            keys = keys_along(namespace, labels, match.num_blocks, num_asked, before)
+        for storage in storages:
+            num = self._mover.num_known(storage, keys)
+            if num is None:
+                unknown_in.append(storage)
+                continue
+            match = Match(
+                [*match.blocks, *[NO_BLOCK] * num],
+                match.tiers + (storage,) * num,
+                match.in_flight + (False,) * num,
+                match.num_asked,
+            )
+            keys = keys[num:]
+        return match, unknown_in if match.num_blocks < len(labels) else ()
 
     def transfer(self, lease: Lease, plan: Plan, num_blocks: int) -> bool:
         """Reserve slots for the whole request, and start the plan's copies.

@@ -184,7 +184,8 @@ class PromptCost:
         computed_tokens: tokens that would be computed.
         declined_tokens: tokens by tier that were found but would be computed: that is faster,
             there is no room for them, or they end within a chunk.
-        load_s: seconds to load the reused tokens, including the copies that are queued before.
+        load_s: seconds to load the reused tokens, including the copies that are queued before. A
+            copy of a kind that was never measured counts as nothing: see ``unmeasured``.
         compute_s: seconds to compute the others, while the engine does nothing else; null if no
             prefill was measured yet.
         queue_s: seconds to compute the rest of the prompts that come before this one; null if the
@@ -194,6 +195,8 @@ class PromptCost:
             meanwhile for others, nor a wait until their end makes room.
         unknown_in: storage tiers that may have more of the prompt: they can't answer without a
             wait, or were not asked.
+        unmeasured: kinds of copies, such as "disk -> host", between the tiers that have some of the
+            prompt and the device, of which none was measured yet.
     """
 
     prompt_tokens: int
@@ -205,6 +208,7 @@ class PromptCost:
     queue_s: float | None = None
     seconds: float | None = None
     unknown_in: Sequence[str] = ()
+    unmeasured: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -231,6 +235,7 @@ class PromptCost:
             queue_s,
             seconds,
             unknown_in,
+            [what for what, num in found.weak if not num],
         )
 
 

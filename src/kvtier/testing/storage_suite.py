@@ -137,6 +137,16 @@ class StorageSuite(ABC):
         assert user.find(3) == [ABSENT]
         self.end(storage)
 
+    def test_known_blocks_are_counted_without_an_effect(self) -> None:
+        storage = self.make_storage(4)
+        assert User(storage).put(0, 1, 2) == [THERE] * 3
+        storage = self.next_process(storage)
+        before = storage.unindexed_keys()
+        for _ in range(2):
+            assert User(storage).num_known(0, 1, 3, 2) in (None, 2)
+        assert storage.unindexed_keys() == before
+        self.end(storage)
+
     def test_absent_block_leaves_memory_as_it_was(self) -> None:
         storage = self.make_storage(4)
         user = User(storage)

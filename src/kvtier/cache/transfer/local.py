@@ -225,6 +225,11 @@ class LocalMover(Mover):
         self._unanswered[tier].note(keys, outcomes)
         return job
 
+    def num_known(self, tier: str, keys: Sequence[BlockKey]) -> int | None:
+        """Return how many of the first keys a storage tier has; see ``StorageTier.num_known``."""
+        num = self._storages[tier].num_known(keys)
+        return None if num is None else min((num, *self.owed(tier, keys)))
+
     def has_unindexed(self, tier: str) -> bool:
         may_have = self._storages[tier].has_unindexed or len(self._unanswered[tier]) > 0
         return may_have and self._gates[tier, "find"].breaker.is_passable

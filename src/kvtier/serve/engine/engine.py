@@ -195,8 +195,7 @@ class Engine:
             hint=hint,
         )
         self._inbox.let_in()
-        if isinstance(labels, Labels) and self._cache.wants_keys(labels):
-            labels.compute_keys(self.namespace_of(salt))
+        self._compute_keys(labels, salt)
         self._inbox.put(request)
         return RequestHandle(request, self._abort)
 
@@ -210,6 +209,8 @@ class Engine:
         for prompt, params in prompts:
             self._refuse_bad(prompt, params)
         asked = [(self._labels(prompt, params), len(prompt)) for prompt, params in prompts]
+        for labels, _ in asked:
+            self._compute_keys(labels, salt)
 
         def preview() -> list[Preview]:
             namespace = self.namespace_of(salt)
@@ -222,6 +223,11 @@ class Engine:
         if not self.config.prefix_cache or params.prompt_logprobs is not None:
             return ()
         return grid_labels(prompt, self.info.block_size, self.info.chunk_tokens)
+
+    def _compute_keys(self, labels: Sequence[Label], salt: str) -> None:
+        """Hash a long prompt on the calling thread, if its blocks may be looked up in storage."""
+        if isinstance(labels, Labels) and self._cache.wants_keys(labels):
+            labels.compute_keys(self.namespace_of(salt))
 
     def grammar(self, lark: str) -> Grammar:
         """Compile a grammar for ``SamplingParams.grammar``; see ``Grammars.compile``."""

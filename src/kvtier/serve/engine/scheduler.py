@@ -26,7 +26,7 @@ from typing import TypeVar
 import torch
 
 from kvtier.cache.lease import StoreListener
-from kvtier.cache.tokens import Cache, Estimate
+from kvtier.cache.tokens import Cache, PromptEstimate
 from kvtier.cache.transfer import LayerGate
 from kvtier.core.errors import DeviceError
 from kvtier.core.types import Label
@@ -62,7 +62,7 @@ class Preview:
     requests: all that run or wait.
     """
 
-    estimate: Estimate
+    estimate: PromptEstimate
     turn: Turn
     requests: Sequence[Request]
 

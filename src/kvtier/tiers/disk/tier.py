@@ -154,6 +154,16 @@ class DiskTier(StorageTier):
         finally:
             self._lock.release()
 
+    def num_known(self, keys: Sequence[BlockKey]) -> int | None:
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            wanted = as_keys(keys)
+            is_right, _ = self.blocks.fit(wanted, self._slots.find(wanted))
+        finally:
+            self._lock.release()
+        return int(np.logical_and.accumulate(is_right).sum())
+
     def _lock_until(self, ends_at: float) -> bool:
         """Take the lock; return False if another thread held it until ``ends_at``.
 

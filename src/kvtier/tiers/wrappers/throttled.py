@@ -31,6 +31,9 @@ class ThrottledTier(StorageWrapper):
         self._clock = clock
         self._sleep = sleep
 
+    def num_known(self, keys: Sequence[BlockKey]) -> int | None:
+        return self.inner.num_known(keys)
+
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         began = self._clock()
         stored = super().put(names, blocks, timeout_s)

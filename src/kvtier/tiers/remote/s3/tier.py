@@ -77,6 +77,10 @@ class S3Tier(StoreTier):
         are_known = self._catalogue.have(keys, self._exchange.since)
         return [THERE if is_known else ABSENT for is_known in are_known]
 
+    def num_known(self, keys: Sequence[BlockKey]) -> int | None:
+        are_known = self._catalogue.have(keys, self._exchange.since)
+        return next((at for at, is_known in enumerate(are_known) if not is_known), len(keys))
+
     def _is_others(self, key: BlockKey) -> bool:
         """Return False: a block of another secret lies in a pack, which is written anew."""
         del key
