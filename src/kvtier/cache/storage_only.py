@@ -181,7 +181,7 @@ class StorageOnlyCache:
         self._lost = self.ladder.lost
         self._most_queued = max(1, most_queued)
         self._num_queued = 0
-        self._changes: list[Change] | None = [] if tells_changes else None
+        self._changes: deque[Change] | None = deque() if tells_changes else None
         self._jobs: list[StorageJob] = []
         self._leased: set[BlockId] = set()  # leased in storage, since they are in memory, too
         self._actions = HintActions[Sequence[bytes]](
@@ -458,11 +458,9 @@ class StorageOnlyCache:
         return any(job.waiting for job in self._jobs)
 
     def take_changes(self) -> list[Change]:
-        """Return the blocks that entered or left storage since the last call."""
-        changes = self._changes or []
-        if changes:
-            self._changes = []
-        return changes
+        """Return the blocks that entered or left storage since the last call, to any thread."""
+        changes = self._changes or deque()
+        return [changes.popleft() for _ in range(len(changes))]
 
     def clear(self) -> None:
         """Wait for all jobs, then delete every block, also from storage."""

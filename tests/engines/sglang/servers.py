@@ -126,13 +126,14 @@ class Server:
         self.log = log
         self._url = f"http://127.0.0.1:{port}"
 
-    def ask(self, prompt: Sequence[int], num_tokens: int = 8) -> Answer:
+    def ask(self, prompt: Sequence[int], num_tokens: int = 8, salt: str | None = None) -> Answer:
         sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
         body: Any = {
             "input_ids": list(prompt),
             "sampling_params": sampling,
             "return_logprob": True,
             "top_logprobs_num": 5,
+            "cache_salt": salt,
         }
         answer = requests.post(f"{self._url}/generate", json=body, timeout=ANSWER_S)
         answer.raise_for_status()

@@ -13,7 +13,7 @@ from threading import Condition, Lock
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cache.block_cache import BlockState
+from kvtier.cache.block_cache import BlockState, Change
 from kvtier.cache.local import LocatedBlocks
 from kvtier.cache.storage_only import StorageJob, StorageOnlyCache
 from kvtier.connectors.common.names import block_key
@@ -85,7 +85,7 @@ class BlockingCalls:
         block_tokens: tokens per block, for the planner that leaves out blocks which are faster to
             compute than to read; 0 for no planner.
         always_loads: whether all blocks are loaded, at any cost.
-        policy, bytes_per_day, metrics: see ``StorageOnlyCache``.
+        policy, bytes_per_day, metrics, tells_changes: see ``StorageOnlyCache``.
         clock: seconds.
 
     The caller guarantees
@@ -109,6 +109,7 @@ class BlockingCalls:
         policy: str = LRU,
         bytes_per_day: int = 0,
         metrics: Metrics | None = None,
+        tells_changes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._digest = digest
@@ -133,7 +134,7 @@ class BlockingCalls:
             bytes_per_day=bytes_per_day,
             piece_bytes=PIECE_BYTES,
             lookup_patience_s=ANSWER_S,
-            tells_changes=False,
+            tells_changes=tells_changes,
             policy=policy,
             metrics=metrics,
             clock=clock,
@@ -158,6 +159,10 @@ class BlockingCalls:
         """
         with self._lock:
             self.cache.on_request(keys)
+
+    def take_changes(self) -> list[Change]:
+        """Return the blocks that entered or left storage since the last call. Never waits."""
+        return self.cache.take_changes()
 
     def num_found(self, keys: Sequence[bytes], num_before: int = 0) -> int:
         """Return how many of the first of ``keys`` are found.
@@ -410,6 +415,10 @@ class SlabReads:
 
     def on_request(self, keys: Sequence[bytes]) -> None:
         """Do nothing: the slab's owner gets the same call."""
+
+    def take_changes(self) -> list[Change]:
+        """Return nothing: the slab's owner knows its changes."""
+        return []
 
     def num_found(self, keys: Sequence[bytes], num_before: int = 0) -> int:
         are_there = self.find(keys)

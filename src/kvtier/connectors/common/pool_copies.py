@@ -67,6 +67,7 @@ def open_cache(
     lookup_deadline_s: float = 0.0,
     policy: str = LRU,
     metrics: Metrics | None = None,
+    tells_changes: bool = False,
 ) -> LocalBlockCache:
     """Return a cache of a device pool's pages, which closes its tiers. A block is a page.
 
@@ -77,6 +78,7 @@ def open_cache(
         bytes_per_day, lookup_deadline_s: limits of writes to the disk, and of a look-up in a store.
         policy: eviction policy of all tiers; all but LRU need ``on_request`` to be called.
         metrics: by default, metrics that are counted but not exposed.
+        tells_changes: whether ``take_changes`` is called.
     """
     tiers: dict[str, MemoryTier | StorageTier] = {host.name: host}
     tiers |= {storage.name: storage for storage in storages}
@@ -99,6 +101,7 @@ def open_cache(
         device=DEVICE,
         metrics=metrics,
         owned=tiers,
+        on_change=None if tells_changes else lambda tier, blocks, is_removed: None,
     )
 
 

@@ -18,6 +18,7 @@ Both:
     ranks.py             this rank: its capacities, folders and metrics
     prefill.py           durations of steps, for the planner, and finished requests
     recording.py         recorder of requests
+    tier_events.py       adds the events of kvtier's tiers to SGLang's
     new_weights.py       forgets pages when SGLang replaces its weights
     plugin.py            installs the hooks in each SGLang process; cpu_copies.py on a CPU
     ascend_copies.py     copies between SGLang's own pools on Ascend; ascend_parts.py

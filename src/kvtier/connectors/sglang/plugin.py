@@ -47,6 +47,7 @@ def wrapping_hooks() -> Hooks:
     from kvtier.connectors.sglang.shared.new_weights import NEW_WEIGHTS
     from kvtier.connectors.sglang.shared.prefill import WATCH
     from kvtier.connectors.sglang.shared.prompt_reporting import PREFETCHES
+    from kvtier.connectors.sglang.shared.tier_events import TIER_EVENTS
 
     found = {**WATCH.hooks(), **NEW_WEIGHTS.hooks()}
     try:
@@ -55,7 +56,7 @@ def wrapping_hooks() -> Hooks:
         has_linker = False
     if not has_linker:
         return found
-    return {**found, **scheduler_hooks.hooks(), **PREFETCHES.hooks()}
+    return {**found, **scheduler_hooks.hooks(), **PREFETCHES.hooks(), **TIER_EVENTS.hooks()}
 
 
 def ascend_hooks() -> Hooks:

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.utils import is_cpu
 
+from kvtier.cache.block_cache import Change
 from kvtier.connectors.common.blocking_calls import BlockingCalls, SlabReads
 from kvtier.connectors.common.opening import open_disk, open_store
 from kvtier.connectors.sglang.copies import cpu_copies
@@ -51,6 +52,7 @@ from kvtier.connectors.sglang.shared.ranks import (
 from kvtier.connectors.sglang.shared.recording import Recording
 from kvtier.connectors.sglang.shared.settings import StorageSettings
 from kvtier.connectors.sglang.shared.shards import host_shards, num_kv_heads, refuse_several
+from kvtier.connectors.sglang.shared.tier_events import TIER_EVENTS
 from kvtier.connectors.sglang.shared.unsupported import refuse
 from kvtier.layout import opaque
 from kvtier.tiers import Pieces, StorageTier
@@ -144,8 +146,10 @@ class KvtierStorage(HiCacheStorage):
         num_bytes = self._settings.size(name)
         capacities = pool_capacities(name, num_bytes, self._config, self._options, page_bytes)
         policy = policy_of(self._settings, self._options, pages, prefetch_hooks())
+        publishes = TIER_EVENTS.add(self._options, self._take_changes)
         for name, each in pages.items():
-            self._slabs[name] = self._open(name, each, capacities[name], policy)
+            tells = publishes and name == KV
+            self._slabs[name] = self._open(name, each, capacities[name], policy, tells)
         page_size = pages[KV].page_size
         self._recording = Recording(self._settings, self._config, page_size, replica_of())
         if self._slabs[KV].calls.learns:
@@ -160,7 +164,13 @@ class KvtierStorage(HiCacheStorage):
     def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         self._slabs[KV].calls.observe_prefill(num_before, num_tokens, seconds)
 
-    def _open(self, name: str, pages: Pages, capacity_bytes: int, policy: str) -> PoolSlab:
+    def _take_changes(self) -> Sequence[Change]:
+        slab = self._slabs.get(KV)
+        return slab.calls.take_changes() if slab else ()
+
+    def _open(
+        self, name: str, pages: Pages, capacity_bytes: int, policy: str, tells_changes: bool
+    ) -> PoolSlab:
         """Open the slab or the store of this rank's pages of a pool.
 
         A disk that can't be read is not used, and SGLang serves without it.
@@ -196,6 +206,7 @@ class KvtierStorage(HiCacheStorage):
             policy=policy,
             bytes_per_day=settings.bytes_per_day,
             metrics=pool_metrics(config, name),
+            tells_changes=tells_changes,
         )
         return PoolSlab(pages, calls)
 
@@ -408,6 +419,7 @@ class KvtierStorage(HiCacheStorage):
         if self._is_open:
             WATCH.step_listeners.remove(self._observe_prefill)
             NEW_WEIGHTS.listeners.remove(self)
+            TIER_EVENTS.remove(self._take_changes)
             if self._slabs[KV].calls.learns:
                 PREFETCHES.listeners.remove(self._requests.append)
                 self._requests.clear()

@@ -23,6 +23,7 @@ from blake3 import blake3
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
+from kvtier.cache.block_cache import Change
 from kvtier.cache.transfer import TransferEngine
 from kvtier.connectors.common.opening import open_disk, open_store
 from kvtier.connectors.common.pool_copies import PoolCopies, Store, open_cache
@@ -49,6 +50,7 @@ from kvtier.connectors.sglang.shared.ranks import (
 from kvtier.connectors.sglang.shared.recording import Recording
 from kvtier.connectors.sglang.shared.settings import LinkerSettings
 from kvtier.connectors.sglang.shared.shards import device_shards, num_kv_heads, refuse_several
+from kvtier.connectors.sglang.shared.tier_events import TIER_EVENTS
 from kvtier.connectors.sglang.shared.unsupported import refuse
 from kvtier.devices import find_device
 from kvtier.layout import opaque
@@ -155,6 +157,7 @@ class KvtierLinker(UnifiedCacheLinker):
         in_host = capacities("host_capacity")
         on_disk = capacities("disk_capacity") if settings.disk_path else {}
         in_stores = capacities("storage_capacity") if settings.locations else {}
+        publishes = TIER_EVENTS.add(options, self._take_changes)
         linked = {}
         for pool in pools:
             group = opaque(slot_bytes(pool.page_bytes))
@@ -186,11 +189,15 @@ class KvtierLinker(UnifiedCacheLinker):
                 settings.lookup_deadline_s,
                 policy,
                 pool_metrics(config, pool.name),
+                tells_changes=publishes and pool.name == KV,
             )
             paged = pool.paged(group.bytes_per_block)
             copies = PoolCopies(cache, paged, pool.ends, host, self._engine)
             linked[pool.name] = PoolTiers(pool, cache, copies)
         return linked
+
+    def _take_changes(self) -> Sequence[Change]:
+        return self._linked[KV].cache.take_changes()
 
     # -- look-ups ----------------------------------------------------------------------------------
 
@@ -360,6 +367,7 @@ class KvtierLinker(UnifiedCacheLinker):
         self.reset()
         WATCH.step_listeners.remove(self._observe_prefill)
         NEW_WEIGHTS.listeners.remove(self)
+        TIER_EVENTS.remove(self._take_changes)
         self._recording.close()
         self._names.close()
         is_over = self._engine.close(DRAIN_S)

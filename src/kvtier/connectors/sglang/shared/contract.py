@@ -236,6 +236,25 @@ TELLING = Contract(
 )
 """Contract of the hooks that report whole prompts to the storage back end's policy."""
 
+EVENTS = Contract(
+    "SGLang",
+    "sglang",
+    "0.5.23",
+    "0.5.23",
+    ("0.5.23",),
+    ("srt/disaggregation/kv_events.py", f"{CACHE}/unified_radix_cache.py"),
+    overridden={"UnifiedRadixCache": {"take_events": Takes()}},
+    built={
+        "BlockStored": (
+            "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+            "cache_salt",
+        ),
+        "BlockRemoved": ("block_hashes", "medium"),
+    },
+    read={"BlockStored": ("lora_name",), "AllBlocksCleared": ()},
+)  # fmt: skip
+"""Contract of the events of kvtier's tiers."""
+
 COPIES = Contract(
     "SGLang",
     "sglang",
