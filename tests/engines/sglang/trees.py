@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +64,8 @@ def hook() -> None:
 class Tree:
     """SGLang's tree with the linker.
 
-    folder: folder of the disk; None for host memory only. core: name of SGLang's tree core.
+    folder: folder of the disk; None for host memory only. core: name of SGLang's tree core. events:
+    format of its events; "" for none.
     """
 
     def __init__(
@@ -70,9 +73,15 @@ class Tree:
         config: CacheConfig,
         folder: Path | None = None,
         core: str = "python",
+        events: str = "",
         **extra: Any,
     ) -> None:
-        made: Any = build_fixture(config, tree_core_backend="python")
+        made: Any = build_fixture(
+            config,
+            tree_core_backend="python",
+            enable_kv_cache_events=bool(events),
+            dynamo_kv_event_format=events == "dynamo",
+        )
         self.cache, self.allocator, self.requests = made
         if core != "python":  # the fixture wants one that can be looked into
             params = self.cache.cache_init_params
@@ -87,8 +96,10 @@ class Tree:
         if folder is not None:
             settings |= {"disk_path": str(folder), "disk_capacity": 16 * MIB}
         linker: Any = KvtierLinker  # resolved lazily
+        options = copy(get_server_args())
+        options.kv_events_config = json.dumps({"format": events}) if events else None
         self.linker = linker(
-            get_server_args(),
+            options,
             self.cache.cache_init_params,
             components=set(self.cache.components),
             extra_config=settings | extra,
@@ -118,11 +129,12 @@ class Tree:
         for each, _ in self.tensors():
             each.view(torch.uint8).copy_(torch.randint(0, 256, each.view(torch.uint8).shape))
 
-    def compute(self, prompt: Sequence[int]) -> list[torch.Tensor]:
+    def compute(self, prompt: Sequence[int], salt: str | None = None) -> list[torch.Tensor]:
         """Insert a computed prompt into the tree; return its bytes on the device."""
         slots = self._allocate(len(prompt))
         kept = self.content(slots)
-        self.cache.insert(InsertParams(key=RadixKey(array("q", prompt)), value=slots))
+        key = RadixKey(array("q", prompt), cache_salt=salt)
+        self.cache.insert(InsertParams(key=key, value=slots))
         return kept
 
     def _allocate(self, num_tokens: int) -> torch.Tensor:

@@ -39,7 +39,7 @@ class Page:
         hash: its published hash. parent: that of the page before; None at a prompt's beginning.
         tokens: its token ids; pairs of them for EAGLE.
         salt: the tenant's ``cache_salt``.
-        key: its key, if it has a salt.
+        start: beginning of its key. key: its key, if it has a salt.
         media: media in which kvtier has it.
     """
 
@@ -47,6 +47,7 @@ class Page:
     parent: int | None
     tokens: Sequence[Any]
     salt: str | None
+    start: int
     key: str
     media: set[str]
 
@@ -87,6 +88,13 @@ class TierEvents:
         """Publish the changes of a cache no more."""
         if changes in self.sources:
             self.sources.remove(changes)
+            self.forget()
+
+    def forget(self) -> None:
+        """Forget all pages."""
+        self._pages.clear()
+        self._salted.clear()
+        self._waiting.clear()
 
     def _take(self, take: Callable[..., list[Any]], tree: Any) -> list[Any]:
         events = take(tree)
@@ -109,8 +117,8 @@ class TierEvents:
                 described += self._describe(event)
             is_cleared |= isinstance(event, AllBlocksCleared)
         found = [event for change in changes for event in self._moved(change)]
-        if is_cleared:  # readers have forgotten kvtier's tiers, too
-            yield from _stored(self._pages.values())
+        if is_cleared:
+            yield from self._begin_anew()
             return
         yield from _stored(described)
         yield from found
@@ -130,14 +138,31 @@ class TierEvents:
                 some = tokens[at * size : (at + 1) * size]
                 packed = some if isinstance(some[0], tuple) else array("q", some)
                 media = self._waiting.pop(start, set())
-                page = Page(published, parent, packed, salt, key, media)
-                self._pages[published] = page
-                if salt:
-                    self._salted[start] = published
+                page = Page(published, parent, packed, salt, start, key, media)
+                self._add(page)
                 if media:
                     found.append(page)
             parent = published
         return found
+
+    def _add(self, page: Page) -> None:
+        self._pages[page.hash] = page
+        if page.salt:
+            self._salted[page.start] = page.hash
+
+    def _begin_anew(self) -> Iterator[Any]:
+        """Yield the present state for readers that were told to forget all.
+
+        Readers can't place a page behind one that is nowhere: it waits until the tree has both.
+        """
+        pages, self._pages = self._pages, OrderedDict()
+        self._salted.clear()
+        for page in pages.values():
+            if page.media and (page.parent is None or page.parent in self._pages):
+                self._add(page)
+            elif page.media:
+                self._waiting[page.start] = page.media
+        yield from _stored(self._pages.values())
 
     def _keys(
         self, tokens: Sequence[Any], parent: int | None, salt: str, page_size: int
@@ -188,7 +213,7 @@ class TierEvents:
         while len(self._pages) > MAX_KNOWN:
             published, page = self._pages.popitem(last=False)
             if page.salt:
-                self._salted.pop(_start(bytes.fromhex(page.key)))
+                self._salted.pop(page.start)
                 yield from (BlockRemoved([published], medium) for medium in page.media)
 
 
