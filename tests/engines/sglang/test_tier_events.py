@@ -1,4 +1,4 @@
-"""What a reader learns from SGLang's events is what kvtier's tiers have."""
+"""Readers of SGLang's events learn what kvtier's tiers have."""
 
 from __future__ import annotations
 

@@ -52,8 +52,11 @@ class Page:
     media: set[str]
 
 
-class TierEvents:
-    """Adds the events of kvtier's tiers to those of SGLang's tree, on the scheduler's thread."""
+class PublishedPages:
+    """Pages as SGLang publishes them, and the events of those that are in kvtier's tiers.
+
+    Used on the scheduler's thread.
+    """
 
     def __init__(self) -> None:
         self.sources: list[Callable[[], Iterable[Change]]] = []
@@ -242,5 +245,5 @@ def _stored(pages: Iterable[Page], medium: str = "") -> Iterator[Any]:
     yield from last.values()
 
 
-TIER_EVENTS = TierEvents()
+TIER_EVENTS = PublishedPages()
 """The instance of this process: a scheduler has one tree."""
