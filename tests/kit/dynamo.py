@@ -32,6 +32,7 @@ class DynamoIndexer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+        self._num_registered = 0
         wait_until(self._answers, "the indexer answers")
 
     def _answers(self) -> bool:
@@ -46,8 +47,13 @@ class DynamoIndexer:
     def log(self) -> str:
         return self._log.read_text()
 
-    def register(self, engine: int, endpoints: Sequence[str], block_size: int) -> None:
-        """Let it subscribe to an engine's events. endpoints: of events, and of their replay."""
+    def register(
+        self, engine: int, endpoints: Sequence[str], block_size: int, rank: int = 0
+    ) -> None:
+        """Let it subscribe to an engine's events. endpoints: of events, and of their replay.
+
+        rank: of the engine; a further one stands for the engine's node.
+        """
         events, replay = endpoints
         self._post(
             "register",
@@ -56,8 +62,11 @@ class DynamoIndexer:
             replay_endpoint=replay,
             model_name="model",
             block_size=block_size,
+            dp_rank=rank,
         )
-        wait_until(lambda: "Replay socket connected" in self.log, "it subscribes")
+        self._num_registered += 1
+        num = self._num_registered
+        wait_until(lambda: self.log.count("Replay socket connected") == num, "it subscribes")
 
     def found(self, prompt: Sequence[int], salt: str = "") -> dict[int, dict[str, int]]:
         """Return the tokens of a prompt that each engine has in each tier."""

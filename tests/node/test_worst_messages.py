@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvtier.cache.local import LocalBlockCache
+from kvtier.node.config import EventsAddress
 from kvtier.node.server.engines import Holdings
 from kvtier.node.server.partition import Partition
 from kvtier.node.wire import protocol
@@ -109,7 +110,10 @@ def harness(
     gc.disable()  # a collection takes as long as the objects of all tests need
     with (
         local_node(
-            tmp_path_factory.mktemp("node"), host_capacity="64MiB", segment_capacity="1MiB"
+            tmp_path_factory.mktemp("node"),
+            host_capacity="64MiB",
+            segment_capacity="1MiB",
+            events={"": EventsAddress("tcp://127.0.0.1:*")},
         ) as node,
         bare(node.config.socket) as engine,
     ):
@@ -117,6 +121,13 @@ def harness(
     gc.enable()
 
 
+def described(partition: int, keys: bytes, tokens: bytes) -> protocol.DescribeNotice:
+    """Return a description of blocks whose hashes are their keys."""
+    size = len(tokens) // (4 * (len(keys) // 8))
+    return protocol.DescribeNotice(partition, keys, "model", size, 8, keys, b"", tokens, True)
+
+
+MAX_DESCRIBED_BYTES = 14 << 20
 SAID = [(at % 5, 7, at * 100, MAX_KEYS, 100.0) for at in range(MAX_STATEMENTS)]
 SLOT_OF_ALL = pack([0] * MAX_SLOTS)
 WORST: dict[type[FromEngine], Callable[[Harness], list[FromEngine]]] = {
@@ -165,6 +176,11 @@ WORST: dict[type[FromEngine], Callable[[Harness], list[FromEngine]]] = {
     ],
     protocol.HintNotice: lambda its: [
         protocol.HintNotice(its.partition, shuffled(seed), SAID) for seed in (0, 1)
+    ],
+    protocol.DescribeNotice: lambda its: [
+        described(its.partition, its.known, bytes(MAX_DESCRIBED_BYTES)),
+        described(its.partition, shuffled(1), bytes(4 * MAX_KEYS)),
+        described(its.partition, its.known[:8], bytes(MAX_DESCRIBED_BYTES)),
     ],
     protocol.ReportNotice: lambda its: [protocol.ReportNotice(1 << 63, 1 << 63)],
 }

@@ -134,6 +134,35 @@ def parse_tenant_users(texts: Iterable[str]) -> dict[str, frozenset[int]]:
     return tenants
 
 
+@dataclass(frozen=True, slots=True)
+class EventsAddress:
+    """Addresses at which the events of one model are published, and replayed; "" for no replay."""
+
+    endpoint: str
+    replay: str = ""
+    topic: str = ""
+
+
+def parse_events(texts: Iterable[str]) -> dict[str, EventsAddress]:
+    """Return the addresses by model, from several "model=tcp://host:5557,tcp://host:5558,topic".
+
+    All but the first address may be missing; without a model in front it is "". Raises
+    ``ConfigError``.
+    """
+    found: dict[str, EventsAddress] = {}
+    for text in texts:
+        addresses = re.search(r"(^|=)([a-z]+://.*)", text)
+        parts = addresses[2].split(",", 2) if addresses else []
+        model = text[: addresses.start()] if addresses else ""
+        if not parts or model in found:
+            raise ConfigError(
+                f"events: {text!r} has no address, or a model that has one; write "
+                '"my-model=tcp://127.0.0.1:5557,tcp://127.0.0.1:5558" for events and their replay'
+            )
+        found[model] = EventsAddress(*parts)
+    return found
+
+
 def check_quotas(
     quotas: Mapping[str, TenantQuota], num_segments: int, segment_bytes: int, disk_bytes: int | None
 ) -> None:
@@ -198,6 +227,10 @@ class NodeConfig(NodeCacheConfig):
     """By tenant, the users (uids) that may name it. The node's own user and root may name every
     tenant, others only those that list them. Everybody may name the default tenant, unless it is
     listed here."""
+
+    events: Mapping[str, EventsAddress] = field(default_factory=dict)
+    """By model, or tenant and model as in "team-a/model", where events are published; "" is for the
+    first model that engines bring and that has none of its own."""
 
     def __post_init__(self) -> None:
         # Imported here, since help shows these settings without numpy and the native core.

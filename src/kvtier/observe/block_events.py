@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,10 @@ class PromptBlocks(NamedTuple):
     tiers: Sequence[str]
     salt: str = ""
 
+    @property
+    def size(self) -> int:
+        return len(self.blocks)
+
 
 class BlocksMoved(NamedTuple):
     """Blocks that were added to a tier or removed from it."""
@@ -74,18 +78,60 @@ class BlocksMoved(NamedTuple):
     blocks: Sequence[BlockId]
     is_removed: bool
 
+    @property
+    def size(self) -> int:
+        return len(self.blocks)
+
+
+class SizedChange(Protocol):
+    """Change of some blocks. size: their number; more if they need more memory than tokens."""
+
+    @property
+    def size(self) -> int: ...
+
 
 Change = PromptBlocks | BlocksMoved
+AnyChange = TypeVar("AnyChange", bound=SizedChange)
 
 
-class BlockLog:
+class ChangeLog(Generic[AnyChange]):
     """Bounded queue of changes from the cache's thread to the publisher's thread. Neither waits."""
 
     def __init__(self) -> None:
-        self._changes: deque[Change] = deque()
+        self._changes: deque[AnyChange] = deque()
         self._num_put = 0  # written by the cache's thread
         self._num_taken = 0  # written by the publisher's thread
         self._was_lost = False
+
+    def lose(self) -> None:
+        """Note that changes were lost: readers have to start again."""
+        self._was_lost = True
+
+    def put(self, change: AnyChange) -> None:
+        """Append a change."""
+        num = change.size
+        if not num:
+            return
+        is_full = self._num_put - self._num_taken + num > MAX_BLOCKS
+        if is_full or len(self._changes) >= MAX_CHANGES:
+            self._was_lost = True
+            return
+        self._num_put += num
+        self._changes.append(change)
+
+    def take(self) -> tuple[list[AnyChange], bool]:
+        """Return the changes since the last call, and whether some were lost."""
+        was_lost, self._was_lost = self._was_lost, False
+        changes = [self._changes.popleft() for _ in range(len(self._changes))]
+        self._num_taken += sum(change.size for change in changes)
+        return changes, was_lost
+
+
+class BlockLog(ChangeLog[Change]):
+    """Log of a cache that is given tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._salts: OrderedDict[bytes, str] = OrderedDict()  # by namespace
 
     def name(self, namespace: bytes, salt: str) -> None:
@@ -109,33 +155,11 @@ class BlockLog:
         """
         salt = self._salts.get(namespace)
         if salt is not None:
-            self._put(PromptBlocks(namespace, labels, blocks, tiers, salt))
+            self.put(PromptBlocks(namespace, labels, blocks, tiers, salt))
 
     def moved(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
         """Append blocks that were added to ``tier``, or are removed from it."""
-        self._put(BlocksMoved(tier, blocks, is_removed))
-
-    def lose(self) -> None:
-        """Note that changes were lost: readers have to start again."""
-        self._was_lost = True
-
-    def _put(self, change: Change) -> None:
-        num = len(change.blocks)
-        if not num:
-            return
-        is_full = self._num_put - self._num_taken + num > MAX_BLOCKS
-        if is_full or len(self._changes) >= MAX_CHANGES:
-            self._was_lost = True
-            return
-        self._num_put += num
-        self._changes.append(change)
-
-    def take(self) -> tuple[list[Change], bool]:
-        """Return the changes since the last call, and whether some were lost."""
-        was_lost, self._was_lost = self._was_lost, False
-        changes = [self._changes.popleft() for _ in range(len(self._changes))]
-        self._num_taken += sum(len(change.blocks) for change in changes)
-        return changes, was_lost
+        self.put(BlocksMoved(tier, blocks, is_removed))
 
 
 class BlockEvents:
@@ -161,7 +185,7 @@ class BlockEvents:
         chunk_blocks: int = 1,
     ) -> None:
         self._bits = {tier: np.uint8(1 << at) for at, tier in enumerate(tiers)}
-        self._media = {tier: _medium(tier, tier in shared) for tier in tiers}
+        self._media = {tier: medium_of(tier, tier in shared) for tier in tiers}
         self._block_bytes = block_size * TOKEN_BYTES
         self._chunk_blocks = chunk_blocks
         self._chunk_tokens = block_size * chunk_blocks
@@ -372,17 +396,30 @@ class BlockEvents:
         """
         is_first = bool(tokens) and parent is None
         return {
-            "type": "BlockStored",
-            "block_hashes": hashes,
-            "parent_block_hash": parent,
-            "token_ids": _ids(tokens),
-            "block_size": self._chunk_tokens if tokens else 0,
-            "lora_id": None,
-            "lora_name": None,
-            "cache_salt": salt or None,
+            **stored(hashes, parent, _ids(tokens), self._chunk_tokens if tokens else 0, salt),
             "extra_keys": [[salt], *[None] * (len(hashes) - 1)] if salt and is_first else None,
             **self._media[tier],
         }
+
+
+def stored(
+    hashes: Sequence[object],
+    parent: object,
+    token_ids: Sequence[int],
+    block_size: int,
+    salt: str | None,
+) -> dict[str, object]:
+    """Return the event of blocks one behind the other, without their medium."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "token_ids": token_ids,
+        "block_size": block_size,
+        "lora_id": None,
+        "lora_name": None,
+        "cache_salt": salt or None,
+    }
 
 
 def _joined(changes: Sequence[Change]) -> Iterator[Change]:
@@ -413,7 +450,7 @@ def _ids(tokens: Sequence[bytes]) -> list[int]:
     return found
 
 
-def _medium(tier: str, is_shared: bool) -> dict[str, str]:
+def medium_of(tier: str, is_shared: bool) -> dict[str, str]:
     """Return the medium as vLLM's readers know it.
 
     ``ownership`` is left out: Dynamo drops every event with a value that it does not know.

@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
 from kvtier.core.errors import ConfigError, install_command
-from kvtier.observe.block_events import CLEARED, BlockEvents, BlockLog
+from kvtier.observe.block_events import CLEARED, ChangeLog
 from kvtier.observe.block_events import Event as BlockEvent
 from kvtier.observe.event_peers import EventPeers
 
@@ -65,6 +65,19 @@ QUESTION_BYTES = 1024
 """Maximum size of a replay request; longer messages are not read."""
 
 
+class Translator(Protocol):
+    """Turns the changes of a log into events. Used on the publisher's thread."""
+
+    def of(self, changes: Sequence[Any]) -> Iterator[BlockEvent]:
+        """Yield the events of some changes."""
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+
+    def snapshot(self) -> Iterator[BlockEvent]:
+        """Yield events that bring a new reader to the present state."""
+
+
 class Publisher:
     """Publishes the changes in ``log`` on its own thread, from ``start`` to ``close``.
 
@@ -73,7 +86,9 @@ class Publisher:
     Raises ``ConfigError`` if an address cannot be bound or a package is missing.
     """
 
-    def __init__(self, log: BlockLog, endpoint: str, replay: str = "", topic: str = "") -> None:
+    def __init__(
+        self, log: ChangeLog[Any], endpoint: str, replay: str = "", topic: str = ""
+    ) -> None:
         try:
             import msgspec
             import zmq
@@ -88,7 +103,7 @@ class Publisher:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._num_kept_bytes = 0
         self._num_sent = 0
-        self._events: BlockEvents | None = None
+        self._events: Translator | None = None
         self._stop = Event()
         self._thread = Thread(target=self._run, name="kvtier-events", daemon=True)
         self._replay: zmq.Socket[bytes] | None = None
@@ -142,7 +157,7 @@ class Publisher:
         """Descriptors that its readers may use."""
         return self._peers.max_descriptors
 
-    def start(self, events: BlockEvents) -> None:
+    def start(self, events: Translator) -> None:
         """Start publishing. events: translates the changes of the cache."""
         self._events = events
         self._thread.start()

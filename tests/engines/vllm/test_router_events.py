@@ -18,6 +18,7 @@ from tests.engines.vllm.engines import (
     run,
 )
 from tests.kit.dynamo import DynamoIndexer, needs_routers
+from tests.kit.nodes import running
 from tests.kit.servers import free_ports
 from tests.kit.waiting import wait_until
 
@@ -70,3 +71,58 @@ def test_an_indexer_knows_what_lies_on_the_device_in_host_memory_and_on_disk(
         assert evicted == {"cpu": size, "disk": size}
         assert places(1, "tenant") == {}
         assert places(0, "tenant").get("cpu", 0) == (size if connects is own_connector else 0)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("connects", [own_connector, connector])
+def test_an_indexer_knows_what_a_node_holds_for_its_engine(
+    connects: Connects, tmp_path: Path
+) -> None:
+    ports = [f"tcp://127.0.0.1:{port}" for port in free_ports(4)]
+    of_engine, of_node = ports[:2], ports[2:]
+    publishes = KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=of_engine[0].replace("127.0.0.1", "*"),
+        replay_endpoint=of_engine[1],
+    )
+    prompts = [prompt(seed, 4 * BLOCK + 50) for seed in range(6)]
+    salts = {0: "tenant", 1: f"{DYNAMO}other"}
+    size = 4 * BLOCK
+    options = (
+        f"--events={of_node[0]},{of_node[1]}",
+        f"--disk-path={tmp_path / 'disk'}",
+        "--disk-capacity=128MiB",
+    )
+    with running(tmp_path, *options, segments=64) as node, DynamoIndexer(tmp_path) as indexer:
+        config = connects(node=str(node.socket), node_deadline_s=1.0)
+        with engine(
+            config, num_gpu_blocks_override=20, max_model_len=2048, kv_events_config=publishes
+        ) as llm:
+            for at, its in enumerate((of_engine, of_node)):
+                indexer.register(0, its, BLOCK, rank=at)
+                indexer.register(1 + at, its, BLOCK)
+            for each in prompts:
+                run(llm, each)
+            for at, salt in salts.items():
+                salted: Any = {**prompts[at], "cache_salt": salt}
+                run(llm, salted)
+
+            def places(at: int, salt: str = "", instance: int = 0) -> dict[str, int]:
+                return indexer.found(prompts[at]["prompt_token_ids"], salt).get(instance, {})
+
+            def are_stored() -> bool:
+                run(llm, prompt(99, 10))  # vLLM publishes in its steps
+                asked = [*((at, "") for at in range(len(prompts))), (0, "tenant"), (1, "other")]
+                return all(places(*one, instance=2).get("disk", 0) >= size for one in asked)
+
+            wait_until(are_stored, "all prompts are known to be on disk")
+            assert places(5) == {"gpu": size, "cpu": size, "disk": size}
+            assert places(1)["cpu"] == size
+            assert places(1, instance=1).get("cpu", 0) < size, "only the node publishes its blocks"
+            assert places(5, instance=2) == {"cpu": size, "disk": size}
+            assert places(0, "tenant", 2) == places(1, "other", 2) == places(5, instance=2)
+            assert not places(0, "other")
+            assert not places(2, "tenant")
+            node.control.post("/clear", room="", memory_only=False, timeout_s=10.0)
+            wait_until(lambda: not places(5, instance=2), "removals are known")

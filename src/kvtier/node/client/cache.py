@@ -8,7 +8,7 @@ deadline; without an answer in time the engine computes.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,6 +46,10 @@ Answer = TypeVar("Answer")
 BLOCK_S = 2e-6
 """Time that a request may take longer per block. A busy node needs a tenth to a half of it, and the
 longer a prompt is, the more it costs to compute."""
+MAX_DESCRIBED = 1 << 16
+"""Blocks that are known to be described to the node."""
+DESCRIBED_S = 600.0
+"""A block is described again after this time, if it is used: the node forgets the oldest ones."""
 OPEN_S = 10.0
 """Longest wait for a partition, off the engine's thread."""
 OPEN_WAIT_S = 0.25
@@ -344,6 +348,28 @@ class NodeCache(BlockCache):
             statements = [(it.word, it.level, it.first, it.end, it.until) for it in block_hints]
             self._notify(protocol.HintNotice(0, b"".join(keys), statements))
 
+    # -- descriptions ------------------------------------------------------------------------------
+
+    @property
+    def wants_descriptions(self) -> bool:
+        """Whether the node publishes events, and needs descriptions of blocks."""
+        return self._partition.describes
+
+    def undescribed(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return the blocks that were not described to the node lately."""
+        since_s, described = self._clock() - DESCRIBED_S, self._partition.described
+        return [key for key in keys if described.get(key, -inf) < since_s]
+
+    def describe(self, keys: Sequence[bytes], notice: protocol.DescribeNotice) -> None:
+        """Describe blocks to the node. notice: with all fields but ``keys`` and ``is_first``."""
+        its = self._partition
+        notice.keys, notice.is_first = b"".join(keys), not its.described
+        if self._notify(notice) is None:  # it is sent again with the next use
+            return
+        its.described.update(dict.fromkeys(keys, self._clock()))
+        while len(its.described) > MAX_DESCRIBED:
+            its.described.popitem(last=False)
+
     # -- upkeep ------------------------------------------------------------------------------------
 
     def poll(self) -> None:
@@ -478,7 +504,8 @@ class NodeCache(BlockCache):
         instance = partition.mapped.instance
         if (self._partition.facts, self._partition.instance) != (facts, instance):
             self.end_copies()
-            self._partition = _Partition(facts, instance, partition.number)
+            describes = partition.mapped.describes
+            self._partition = _Partition(facts, instance, partition.number, describes)
 
     def _open(self, facts: PartitionFacts) -> None:
         """Connect and open the partition on a thread of its own: both may take longer than a step.
@@ -519,14 +546,17 @@ class _Partition:
     """State of this engine in a partition.
 
     brought: by key, the tier from which a block was brought for this engine, until its first use.
+    describes: whether the node asks for descriptions. described: when each block was described.
     """
 
     facts: PartitionFacts
     instance: str
     number: int
+    describes: bool = False
     leases: dict[bytes, _Lease] = field(default_factory=dict)
     reserved: dict[bytes, _Lease] = field(default_factory=dict)
     brought: dict[bytes, str] = field(default_factory=dict)
+    described: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
 
 
 class _LookedUp(NamedTuple):

@@ -48,7 +48,13 @@ SlotNotice = (
     protocol.CommitNotice | protocol.AbortNotice | protocol.ReleaseNotice | protocol.DistrustNotice
 )
 """Notices that the node must have, or slots stay in use."""
-Advice = protocol.UseNotice | protocol.PromptNotice | protocol.ContinueNotice | protocol.HintNotice
+Advice = (
+    protocol.UseNotice
+    | protocol.PromptNotice
+    | protocol.ContinueNotice
+    | protocol.HintNotice
+    | protocol.DescribeNotice
+)
 """Notices that are left out while the node takes no messages."""
 
 
@@ -62,13 +68,14 @@ class MappedMemory:
 
     instance: name of the memory; a node that was started anew has another one. memory: the arena.
     segment_bytes: no copy may cross a multiple of it. storages: the node's storage tiers, fastest
-    first.
+    first. describes: whether the node asks for descriptions of blocks.
     """
 
     instance: str
     memory: Memory
     segment_bytes: int
     storages: Sequence[str]
+    describes: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,18 +185,19 @@ class Channel:
             raise NodeError(answer.reason)
         raise NodeError(f"the node answered with {type(answer).__name__}")
 
-    def notify(self, message: Message) -> None:
+    def notify(self, message: Message) -> bool:
         """Send a message without an answer, as soon as the node takes it. Never waits.
 
-        Raises ``NodeError`` if the connection is lost.
+        Returns False if it is left out. Raises ``NodeError`` if the connection is lost.
         """
         if isinstance(message, Advice) and self._unsent:
-            return
+            return False
         if isinstance(message, protocol.WatchNotice):
             self._watches.add(message.watch)
         self._push(message)
         with suppress(TimeoutError):
             self._flush(0.0)
+        return True
 
     def hear(self) -> None:
         """Send and take in what can be without waiting."""
@@ -388,7 +396,9 @@ def _map(fd: int, welcome: protocol.AttachAnswer) -> MappedMemory:
     mapped = _map_file(fd, welcome.memory_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
     address = np.frombuffer(mapped, np.uint8).ctypes.data
     memory = Memory(address, welcome.memory_bytes, "host", mapped)
-    return MappedMemory(welcome.instance, memory, welcome.segment_bytes, welcome.storages)
+    return MappedMemory(
+        welcome.instance, memory, welcome.segment_bytes, welcome.storages, welcome.describes
+    )
 
 
 class NodeClient:
@@ -505,8 +515,7 @@ class NodeClient:
         is_sent = False
         if channel is not None and channel.mapped.instance == instance:
             with suppress(NodeError):
-                channel.notify(notice)
-                is_sent = True
+                is_sent = channel.notify(notice)
         elif channel is None and isinstance(notice, SlotNotice):
             with self._lock:
                 self._owed.append((instance, notice))

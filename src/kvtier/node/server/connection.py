@@ -214,6 +214,7 @@ class Connection:
             memory.segment_bytes,
             self._node.instance,
             self._node.storage_names,
+            self._node.events is not None,
         )
         self.send(welcome, [self._memory_fd])
 
@@ -299,6 +300,9 @@ class Connection:
                 partition.cache.on_request(_keys(message.keys, partition))
             case protocol.ContinueNotice():
                 partition.cache.continues(_keys(message.keys, partition), message.before)
+            case protocol.DescribeNotice():
+                if self._node.events is not None:
+                    self._node.events.describe(message.partition, partition, message)
             case protocol.HintNotice():
                 return partition.apply(_keys(message.keys, partition), message.said)
         return None

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from kvtier.core.config import parse_size
 from kvtier.core.errors import CacheError, ConfigError
-from kvtier.core.types import DISK, Direct
+from kvtier.core.types import DISK, HOST, Direct
 from kvtier.devices import Device
 from kvtier.layout import opaque
 from kvtier.node.config import (
@@ -32,6 +32,7 @@ from kvtier.node.config import (
 )
 from kvtier.node.server.checksums import RecordWriter, Verifier
 from kvtier.node.server.disk_space import DiskSpace
+from kvtier.node.server.events import NodeEvents
 from kvtier.node.server.memory import NodeMemory
 from kvtier.node.server.partition import Partition
 from kvtier.node.server.partition_key import PartitionKey
@@ -73,6 +74,7 @@ class CacheNode:
 
     Attributes:
         on_end: called, on any thread, when a transfer has ended; may be None.
+        events: publishes what the partitions hold; None if no router listens.
 
     Raises:
         ConfigError: the configuration is not possible.
@@ -90,6 +92,9 @@ class CacheNode:
         self.storage_names = storage_names(config.stores, bool(config.disk_path))
         self.memory = NodeMemory(
             config.directory, config.host_bytes, config.segment_bytes, device, config.disk_path
+        )
+        self.events = (
+            NodeEvents(config.events, [HOST, *self.storage_names]) if config.events else None
         )
         self.quotas = dict(config.quotas)
         self.disk_space = DiskSpace(
@@ -467,6 +472,8 @@ class CacheNode:
     def close(self) -> None:
         """Finish transfers, and release the memory."""
         is_over = [partition.close() for partition in self.partitions]
+        if self.events is not None:
+            self.events.close()
         self._verifier.close()
         self.records.close()
         if all(is_over):

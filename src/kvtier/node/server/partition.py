@@ -75,6 +75,8 @@ class Partition:
         looked_up: counts of blocks that engines looked up.
         clock: seconds.
         last_use: float64 [num_segments], time of the last use of each segment.
+        on_move: called with a tier, the keys of blocks that entered or left it, and whether they
+            left; None if no router listens.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Partition:
         self.reservations = Reservations(self.tier.generations, clock)
         self.kept = KeptSlots(self, memory.memory.address, writer)
         self.last_use = np.full(memory.num_segments, -np.inf)
+        self.on_move: Callable[[str, Sequence[bytes], bool], object] | None = None
         self._segment_bytes = memory.segment_bytes
         self._retiring: dict[int, tuple[int, float]] = {}  # segment: next slot to examine, and when
 
@@ -142,6 +145,10 @@ class Partition:
     def locate(self, keys: Sequence[bytes]) -> LocatedBlocks:
         """Return what the index knows of blocks. Changes nothing."""
         return self._without_overdue(self.cache.locate_blocks(keys))
+
+    def tier_states(self, keys: Sequence[bytes]) -> tuple[Sequence[str], bytes]:
+        """Return the tiers, and a ``State`` per block and tier: uint8 [num_keys, num_tiers]."""
+        return self._index.tiers, self._index.find_all(keys).states
 
     def _without_overdue(self, found: LocatedBlocks) -> LocatedBlocks:
         """Return what was found; blocks that an engine is late to store are nowhere."""
@@ -225,7 +232,9 @@ class Partition:
             self.tier.add(segment)
 
     def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
-        """Have records written for blocks that entered memory."""
+        """Have records written for blocks that entered memory, and publish what moved."""
+        if self.on_move is not None:
+            self.on_move(tier, self._index.keys(blocks), is_removed)
         if not is_removed and tier == HOST and len(blocks):
             self.kept.note(as_array(self._index.slots(blocks, HOST)), *self._index.facts(blocks))
 

@@ -38,6 +38,8 @@ MAX_KEY_BYTES: Final = 120
 """Longest key. ``MAX_KEYS`` of them, twice, fit into one frame."""
 MAX_STATEMENTS: Final = 2 * MAX_RANGES
 """Most statements of one message. A ``kvtier.core.hints.Hint`` has ``MAX_RANGES`` and two more."""
+MAX_EXTRA_BYTES: Final = 1 << 10
+"""Most bytes of extra keys per hash of a ``DescribeNotice``."""
 MAX_AT_ONCE: Final = 1 << 11
 """Keys or slots that a message which changes blocks handles in one turn."""
 RECEIVED_AT_ONCE: Final = 64 << 10
@@ -278,6 +280,49 @@ class HintNotice(PartitionNotice):
     said: Annotated[list[Statement], msgspec.Meta(max_length=MAX_STATEMENTS)]
 
 
+class DescribeNotice(PartitionNotice):
+    """Blocks of a prompt, one behind the other, as their engine publishes them to routers.
+
+    It is sent to nodes that ask for it (``AttachAnswer.describes``).
+
+    Attributes:
+        keys: of the blocks.
+        model: name under which the engine serves its model.
+        block_size: tokens that a hash names.
+        hash_bytes: length of a hash; those of 8 bytes, little endian, are published as integers.
+        hashes: of all blocks, equally many of each.
+        parent: the hash before the first one; b"" at the beginning of a prompt.
+        tokens: token ids, uint32.
+        is_first: the engine begins to describe blocks of this partition.
+        group, kind: the blocks' KV group, and its kind in the engine's words.
+        salt, lora_id, lora_name: of the prompt.
+        extra_keys: msgpack of a list with what each hash covers besides tokens; b"" for nothing.
+
+    Work: one look-up per key; a publisher's thread does the rest.
+    """
+
+    keys: Keys
+    model: Annotated[str, msgspec.Meta(max_length=256)]
+    block_size: int
+    hash_bytes: int
+    hashes: bytes
+    parent: bytes
+    tokens: bytes
+    is_first: bool = False
+    group: int = 0
+    kind: str | None = None
+    salt: str | None = None
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: bytes = b""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what it says of its blocks, about."""
+        texts = self.salt or "", self.lora_name or "", self.kind or ""
+        return sum(map(len, (self.hashes, self.tokens, self.extra_keys, *texts)))
+
+
 class ReportNotice(Message):
     """Calls to the node that failed, since the last report.
 
@@ -304,7 +349,7 @@ class AttachAnswer(Message):
     """Answer to ``AttachRequest``, with the memory's file descriptor.
 
     instance: name of this memory; a node that starts with new memory has another one. storages:
-    names of the storage tiers, fastest first.
+    names of the storage tiers, fastest first. describes: whether engines shall describe blocks.
     """
 
     id: int
@@ -313,6 +358,7 @@ class AttachAnswer(Message):
     segment_bytes: int
     instance: str
     storages: list[str] = msgspec.field(default_factory=list)
+    describes: bool = False
 
 
 class RefusedAnswer(Message):
@@ -424,6 +470,7 @@ FromEngine: TypeAlias = (
     | PromptNotice
     | ContinueNotice
     | HintNotice
+    | DescribeNotice
     | ReportNotice
     | DetachNotice
 )

@@ -14,6 +14,7 @@ from kvtier.core.types import LogFormat
 from kvtier.node.config import (
     DEFAULT_SOCKET,
     NodeConfig,
+    parse_events,
     parse_quotas,
     parse_tenant_users,
     split_bounds,
@@ -108,6 +109,17 @@ def run(
             show_default="none",
         ),
     ] = None,
+    events: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="ZeroMQ addresses at which KV events are published for routers, and replayed, and "
+            'their topic, as far as wanted: "tcp://127.0.0.1:5557,tcp://127.0.0.1:5558,kv@...". '
+            "Events contain token ids of prompts, and salts. Each model needs an address of its "
+            'own: repeat the option as "my-model=tcp://...", or "team-a/my-model=tcp://..." for '
+            "one tenant.",
+            show_default="none",
+        ),
+    ] = None,
     log_level: Annotated[
         LogLevel, typer.Option(help="Level of the log on stderr.")
     ] = LogLevel.INFO,
@@ -133,6 +145,7 @@ def run(
         config = NodeConfig(
             quotas=parse_quotas(quota or (), disk_quota or ()),
             tenant_users=parse_tenant_users(tenant_users or ()),
+            events=parse_events(events or ()),
             **{**settings, "encryption_key": take_key_source(settings.get("encryption_key", ""))},
         )
 

@@ -89,9 +89,11 @@ class KvtierConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerHalf | None = None
         self._has_news = True  # there may be statistics that were not returned yet
         if role is KVConnectorRole.SCHEDULER:
-            self._make_scheduler_half(extra)
+            self._make_scheduler_half(extra, kv_cache_config)
 
-    def _make_scheduler_half(self, extra: Mapping[str, object]) -> None:
+    def _make_scheduler_half(
+        self, extra: Mapping[str, object], kv_cache_config: KVCacheConfig
+    ) -> None:
         config = self._vllm_config
         self._sizes.names.needs_layout = True
         keep_block_hashes(config)
@@ -103,7 +105,7 @@ class KvtierConnector(KVConnectorBase_V1):
             bool(extra.get("offload_prompt_only", True)),
             TierEvents(self._facts, self._spec) if self._facts.publishes_events else None,
         )
-        self._adapters = begin_serving(self, manager, config)
+        self._adapters = begin_serving(self, manager, config, kv_cache_config)
         self._recording = RequestRecording(
             extra, self._half.block_tokens, self._facts.tokens_per_hash, self._facts.replica
         )

@@ -6,16 +6,18 @@ too, which are at hand while a request is stored or looked up.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1 import kv_cache_interface
-from vllm.v1.core import kv_cache_utils
 
+from kvtier.connectors.vllm.shared.descriptions import (
+    Description,
+    event_extra_keys,
+    kind_of_group,
+    published_hash,
+)
 from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, kind_of
 
 if TYPE_CHECKING:
@@ -24,25 +26,6 @@ if TYPE_CHECKING:
 
 MAX_KNOWN = 1 << 16
 """Blocks whose descriptions are remembered: 35 MB at 16 tokens per block."""
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """A block as vLLM publishes it, without its place.
-
-    Attributes:
-        hashes: Hashes of the pages that the block is made of, as vLLM publishes them.
-        parent: Hash before the first of them; None at the beginning of a prompt.
-        tokens: Its token ids.
-        lora: Number and name of its adapter.
-        extra_keys: Of each hash, what it covers besides tokens: adapter, salt, media.
-    """
-
-    hashes: Sequence[object]
-    parent: object
-    tokens: Sequence[int]
-    lora: tuple[int | None, str | None]
-    extra_keys: Sequence[tuple[Any, ...] | None]
 
 
 class TierEvents:
@@ -59,10 +42,8 @@ class TierEvents:
     def __init__(self, facts: EngineFacts, spec: object) -> None:
         (group,) = facts.groups
         self._tokens_per_hash = facts.tokens_per_hash
-        tokens_per_block = group.tokens_per_page * facts.pages_per_block
-        self._hashes_per_block = tokens_per_block // facts.tokens_per_hash
-        kind_of_spec = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)  # from 0.23 on
-        kind = None if kind_of_spec is None else kind_of_spec(spec).value
+        self._tokens_per_block = group.tokens_per_page * facts.pages_per_block
+        kind = kind_of_group(spec)
         self._group = _if_known(BlockStored, group_idx=0, kv_cache_spec_kind=kind)
         self._known: OrderedDict[bytes, Description] = OrderedDict()
 
@@ -71,16 +52,8 @@ class TierEvents:
         if key in self._known:
             self._known.move_to_end(key)
             return
-        size, last = self._tokens_per_hash, end // self._tokens_per_hash
-        first = last - self._hashes_per_block
-        hashes, lora = request.block_hashes, request.lora_request
-        self._known[key] = Description(
-            [_published(hashes[at]) for at in range(first, last)],
-            _published(hashes[first - 1]) if first else None,
-            array("i", request.all_token_ids[first * size : end]),
-            (lora.adapter_id, lora.name) if lora else (None, None),
-            [_extra_keys(request, at * size, (at + 1) * size) for at in range(first, last)],
-        )
+        begin = end - self._tokens_per_block
+        self._known[key] = Description.of(request, self._tokens_per_hash, begin, end)
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
@@ -88,7 +61,7 @@ class TierEvents:
         """Yield the events of blocks that entered or left a tier."""
         medium, locality = kind_of(change.tier)
         place = {"medium": medium, **_if_known(BlockStored, locality=locality)}
-        unknown = [_published(k[:-GROUP_BYTES]) for k in change.keys if k not in self._known]
+        unknown = [published_hash(k[:-GROUP_BYTES]) for k in change.keys if k not in self._known]
         known = [self._known[key] for key in change.keys if key in self._known]
         if change.is_removed:
             removed = [one for block in known for one in block.hashes] + unknown
@@ -115,7 +88,7 @@ class TierEvents:
             lora_name=lora_name,
             **place,
             **self._group,
-            **_if_known(BlockStored, extra_keys=_untagged(extra_keys)),
+            **_if_known(BlockStored, extra_keys=event_extra_keys(extra_keys)),
         )
 
 
@@ -123,23 +96,3 @@ def _if_known(event: type[KVCacheEvent], **fields: object) -> dict[str, Any]:
     """Return those of some fields that this version's event has."""
     known = event.__struct_fields__
     return {name: value for name, value in fields.items() if name in known}
-
-
-def _published(block_hash: bytes) -> object:
-    """Return a hash as vLLM publishes it: by default, an integer of 64 bits."""
-    return kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(block_hash))
-
-
-def _extra_keys(request: Any, start: int, end: int) -> tuple[Any, ...] | None:
-    found: tuple[Any, ...] | None
-    found, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
-    return found
-
-
-def _untagged(extra_keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
-    """Return extra keys as events have them: without tags, which they have from vLLM 0.31 on."""
-    if not any(extra_keys):
-        return None
-    untag = getattr(kv_cache_utils, "to_event_extra_keys", list)
-    found: list[tuple[Any, ...] | None] | None = untag(extra_keys)
-    return found

@@ -129,6 +129,7 @@ class SchedulerHalf:
                 request.request_id,
                 params=request.kv_transfer_params,
                 envelope=getattr(request, "kv_hints", None),  # from vLLM 0.32
+                source=request,
             )
             tracked = Tracked(request, self.manager.begin(blocks))
             self._requests[request.request_id] = tracked

@@ -144,7 +144,7 @@ class KvtierOffloadingConnector(RecordedConnector):
             group.group_idx,
             cache.wait if cache.learns else None,
         )
-        self._adapters = begin_serving(self, self._manager, vllm_config)
+        self._adapters = begin_serving(self, self._manager, vllm_config, kv_cache_config)
 
     # -- in the scheduler's process ----------------------------------------------------------------
 
@@ -158,7 +158,8 @@ class KvtierOffloadingConnector(RecordedConnector):
         keyed, scope = self._adapters.begin(request)
         super().on_new_request(keyed)
         self._queued.on_queued(keyed)
-        self._manager.state_of(request.request_id).scope = scope
+        state = self._manager.state_of(request.request_id)
+        state.scope, state.request.source = scope, keyed
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

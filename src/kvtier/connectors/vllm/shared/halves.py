@@ -14,6 +14,7 @@ from kvtier.cache.transfer.ranks import RankMover
 from kvtier.connectors.vllm.shared import new_weights, weights
 from kvtier.connectors.vllm.shared.adapters import Adapters, adapters_of
 from kvtier.connectors.vllm.shared.cores import off_compute_cores
+from kvtier.connectors.vllm.shared.descriptions import NodeDescriber
 from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.names import EngineFacts, VllmNames, rank_layout
 from kvtier.connectors.vllm.shared.prompt import Shape
@@ -24,6 +25,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.system.memory import total_bytes
 from kvtier.core.types import DEVICE, DISK, HOST, ClientHints, Direct, LoadPolicy
 from kvtier.devices import find_device
+from kvtier.node.client.cache import NodeCache
 from kvtier.node.client.channel import NodeClient
 from kvtier.observe.logs import log_in_engine
 from kvtier.tiers import StorageFacts
@@ -33,6 +35,7 @@ from kvtier.tiers.wrappers import Shards
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 Manager = TypeVar("Manager", bound=TierManager)
 Worker = TypeVar("Worker", bound=TierWorker)
@@ -210,11 +213,17 @@ class Sizes:
 
 
 def begin_serving(
-    connector: new_weights.Connector, manager: TierManager, config: VllmConfig
+    connector: new_weights.Connector,
+    manager: TierManager,
+    config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
 ) -> Adapters:
     """Identify the weights, and have ``connector`` learn of new ones. Return the adapters."""
     if manager.has_storage:
         with off_compute_cores():
             weights.settle(manager.names, config)
+    if isinstance(manager.cache, NodeCache):
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        manager.describer = NodeDescriber(manager.cache, manager.names.facts, config, specs)
     new_weights.watch(connector)
     return adapters_of(config, manager.has_storage)

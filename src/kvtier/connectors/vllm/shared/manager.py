@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from kvtier.cache.block_cache import BlockState, Change, Reserved
 from kvtier.cache.transfer.ranks import RankMover, RankOrder, Report
@@ -22,7 +23,13 @@ from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
 from kvtier.observe import specs
 from kvtier.plan import StepClock
 
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.shared.descriptions import NodeDescriber
+
 logger = logging.getLogger(__name__)
+
+KEPT = (BlockState.MEMORY, BlockState.STORAGE)
+"""States of blocks that some tier has."""
 
 
 class TierManager:
@@ -32,6 +39,9 @@ class TierManager:
 
     tiers: cache of the engine's blocks. mover: gives orders to the ranks, and takes their reports.
     follows_hints: those of clients count.
+
+    Attributes:
+        describer: describes blocks to a node; None without one.
     """
 
     def __init__(
@@ -45,6 +55,7 @@ class TierManager:
         follows_hints: bool = True,
     ) -> None:
         self._follows_hints = follows_hints
+        self.describer: NodeDescriber | None = None
         self.names = names
         self.counts = Counts()
         self._mover = mover
@@ -159,6 +170,8 @@ class TierManager:
             if shared_keys:
                 found, lookup.answers = self.cache.lookup(shared_keys, has_gaps)
                 lookup.found.update(zip(shared_keys, found, strict=True))
+                pairs = zip(shared_keys, found, strict=True)
+                self._describe((key for key, at in pairs if at in KEPT), state)
             if len(shared_keys) < len(keys):
                 own_keys = [key for key in keys if not state.is_shared(key)]
                 lookup.found.update(zip(own_keys, self.cache.lookup_private(own_keys), strict=True))
@@ -208,7 +221,9 @@ class TierManager:
 
     def begin_store(self, keys: Collection[bytes], state: RequestState | None) -> Reserved | None:
         """Reserve slots for those of a request's blocks that are new. None if there is no room."""
-        return self.cache.reserve(keys if state is None else self._kept(keys, state))
+        if state is None:
+            return self.cache.reserve(keys)
+        return self._reserve(self._kept(keys, state), state)
 
     def begin_stores(
         self, wanted: Sequence[tuple[Collection[bytes], RequestState]]
@@ -220,14 +235,26 @@ class TierManager:
         kept = [self._kept(keys, state) for keys, state in wanted]
         reserved = self.cache.reserve([key for keys in kept for key in keys])
         if reserved is None:  # there may be room for some
-            return [self.cache.reserve(keys) for keys in kept] if len(kept) > 1 else [None]
+            pairs = zip(kept, wanted, strict=True) if len(kept) > 1 else ()
+            return [self._reserve(keys, state) for keys, (_, state) in pairs] or [None]
         slots = dict(zip(reserved.keys, reserved.slots, strict=True))
         found: list[Reserved | None] = []
-        for keys in kept:
+        for keys, (_, state) in zip(kept, wanted, strict=True):
             new_keys = [key for key in keys if key in slots]
             new_slots = [slots.pop(key) for key in new_keys]
+            self._describe(new_keys, state)
             found.append(Reserved(new_keys, new_slots, [], reserved.guard))
         return found
+
+    def _reserve(self, keys: Sequence[bytes], state: RequestState) -> Reserved | None:
+        reserved = self.cache.reserve(keys)
+        if reserved is not None:
+            self._describe(reserved.keys, state)
+        return reserved
+
+    def _describe(self, keys: Iterable[bytes], state: RequestState) -> None:
+        if self.describer is not None:
+            self.describer.describe(keys, state.request)
 
     def _kept(self, keys: Collection[bytes], state: RequestState) -> list[bytes]:
         """Return those of a request's blocks that may be stored, and report them to the policy."""

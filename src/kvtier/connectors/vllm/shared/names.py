@@ -79,6 +79,7 @@ class VllmNames(SharedNames):
     The arguments are those of ``namespace``.
 
     Attributes:
+        facts: of the engine.
         needs_layout: blocks have no name before ``tell_layout``.
     """
 
@@ -86,11 +87,11 @@ class VllmNames(SharedNames):
         self, facts: EngineFacts, bytes_per_block: int, engine: str, salt: str = ""
     ) -> None:
         def digest_of(weights: str) -> bytes:
-            facts = self._facts
+            facts = self.facts
             return namespace(facts, bytes_per_block, engine, weights, self._traits, salt).digest
 
         super().__init__(digest_of, salt)
-        self._facts = facts
+        self.facts = facts
         self._traits = ""
         self.needs_layout = False
 
@@ -101,7 +102,7 @@ class VllmNames(SharedNames):
 
     def tell_layout(self, layout: str) -> None:
         """Set the layout of a page's bytes on the ranks, if vLLM's config does not contain it."""
-        self._facts = replace(self._facts, kv_cache_layout=layout)
+        self.facts = replace(self.facts, kv_cache_layout=layout)
         self.needs_layout = False
 
     def settle(self, sources: Sequence[Source], traits: str = "") -> None:

@@ -156,6 +156,7 @@ class RequestBlocks:
         params: the client's ``kv_transfer_params``.
         envelope: an orchestrator's ``kv_hints``, from vLLM 0.32.
         last_key: the last block that the eviction policy knows of; None before it knows of any.
+        source: vLLM's request, or a wrapper that replaces its block hashes.
     """
 
     request_id: str
@@ -163,6 +164,7 @@ class RequestBlocks:
     params: Mapping[str, Any] | None = None
     envelope: object = None
     last_key: bytes | None = None
+    source: Any = None
 
     def in_order(self) -> list[bytes]:
         """Return all blocks, the prompt's start first; those as well that vLLM's pool had."""
