@@ -178,6 +178,44 @@ def test_pins_leave_others_their_floor(tmp_path: Path) -> None:
         assert tenants["team-a"]["pinned_segments"] == 2
 
 
+def test_hints_leave_others_their_floor(tmp_path: Path) -> None:
+    """A tenant prefetches and pins all that it can, and another one keeps what is in its floor."""
+    with (
+        started(tmp_path) as node,
+        BareEngine(node, "team-b", "b") as hostile,
+        BareEngine(node, "team-a", "a") as other,
+    ):
+        numbers = flood(hostile, 8 * PER_SEGMENT, first=1000)
+        name = node.room("team-b")["name"]
+        stored = len(numbers) * BLOCK_BYTES
+        wait_until(lambda: node.room("team-b")["used_bytes"]["disk"] == stored, "never written")
+        command(node, "clear", "--room", name, "--memory-only")
+        wanted = flood(other, 2 * PER_SEGMENT)
+        for number in numbers:
+            for given in ({"prefetch": {"within_s": 0.1}}, {"retain": [{"priority": 100}]}):
+                node.control.post("/hint", room=name, keys=hexed(number), kvtier=given)
+            node.control.post("/pin", room=name, keys=hexed(number), seconds=3600)
+        assert other.places(*wanted) == [MEMORY] * len(wanted)
+
+
+def test_a_prompt_is_prefetched_by_its_keys_before_its_request(shared: NodeProcess) -> None:
+    with BareEngine(shared) as engine:
+        engine.store(1, 2, 3)
+        room = shared.room()["name"]
+
+        def hint(**given: object) -> list[dict[str, Any]]:
+            named = {"room": room, "keys": hexed(1, 2, 3), "kvtier": given}
+            return list(shared.control.post("/hint", **named)["hints"])
+
+        demoted = [{"action": "demote", "outcome": "done", "blocks": 3}]
+        wait_until(lambda: hint(demote={}) == demoted, "never written")
+        done = hint(prefetch={"within_s": 0.1})
+        assert done == [{"action": "prefetch", "outcome": "begun", "blocks": 3}]
+        wait_until(lambda: engine.places(1, 2, 3) == [MEMORY] * 3, "never read")
+        with pytest.raises(CacheError, match="prefetch has no time"):
+            shared.control.post("/hint", room=room, keys=hexed(1), kvtier={"prefetch": {}})
+
+
 def flood(engine: BareEngine, num: int, first: int = 100) -> list[int]:
     """Store blocks one by one, as many as are admitted. Return the stored ones."""
     stored = []
@@ -325,7 +363,7 @@ def test_head_is_answered_as_get_without_a_body(shared: NodeProcess) -> None:
 
 def test_a_port_that_everybody_reaches_changes_nothing(shared: NodeProcess) -> None:
     assert json.loads(fetched(shared, "/health")) == {"status": "ok"}
-    for route in ("/delete", "/clear", "/pin", "/unpin", "/prefetch", "/lookup", "/quota"):
+    for route in ("/hint", "/delete", "/clear", "/pin", "/unpin", "/prefetch", "/lookup", "/quota"):
         with pytest.raises(urllib.error.HTTPError) as refused:
             fetched(shared, route, b"{}")
         refused.value.close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from kvtier.cache.ladder import Ladder
 from kvtier.core.hints import (
@@ -43,23 +43,12 @@ LOOK_AGAIN_S = 0.01
 Prompt = TypeVar("Prompt", bound=Sequence[bytes])
 
 
-class Found(NamedTuple):
-    """Blocks of a prompt.
-
-    num_found: how many of its first blocks some tier has. missing: those of them that only storage
-    has, by the storage that they are read from.
-    """
-
-    num_found: int
-    missing: Mapping[str, Sequence[BlockId]]
-
-
 @dataclass(frozen=True, slots=True)
 class PromptCalls(Generic[Prompt]):
-    """Calls of a cache about a tenant's prompt. The last three are for prefetches only.
+    """Calls of a cache about a tenant's prompt. The last two are for prefetches only.
 
     retain: apply a statement to its policies. blocks: its known blocks, in order.
-    is_asked: whether storage is being asked for its blocks, so that ``find`` may find more soon.
+    is_asked: whether storage is being asked for its blocks, so that more may be known soon.
     read: begin to read blocks from a storage, behind all reads that requests wait for; return how
         many of the first ones memory has room for.
     """
@@ -67,7 +56,6 @@ class PromptCalls(Generic[Prompt]):
     retain: Callable[[bytes, Prompt, BlockHint], object]
     blocks: Callable[[bytes, Prompt], Sequence[BlockId]]
     is_asked: Callable[[bytes, Prompt], bool] = lambda tenant, prompt: False
-    find: Callable[[bytes, Prompt], Found] = lambda tenant, prompt: Found(0, {})
     read: Callable[[Sequence[BlockId], str], int] = lambda blocks, storage: 0
 
 
@@ -155,29 +143,25 @@ class HintActions(Generic[Prompt]):
 
     def _demote(self, tenant: bytes, prompt: Prompt, block_hint: BlockHint) -> HintResult:
         """Evict blocks that a slower tier has, and let the others be evicted first."""
-        blocks = self._calls.blocks(tenant, prompt)[block_hint.first : block_hint.end][
-            -BLOCKS_AT_ONCE:
-        ]
+        named = self._calls.blocks(tenant, prompt)[block_hint.first : block_hint.end]
+        blocks, left = named[-BLOCKS_AT_ONCE:], set[BlockId]()
         tiers = self._index.tiers if self._memory is not None else ()
-        states = {tier: self._index.states_of(blocks, tier) for tier in tiers}
-        lost = self._ladder.lost
-        left: set[BlockId] = set()
+        has = {tier: self._ready(blocks, tier) for tier in tiers}
         for at, tier in enumerate(tiers[: len(tiers) - len(self._ladder.storages)]):
-            going = [
-                block
-                for place, block in enumerate(blocks)
-                if states[tier][place] is State.READY
-                and any(
-                    states[below][place] is State.READY and (block, below) not in lost
-                    for below in tiers[at + 1 :]
-                )
-            ]
+            below = set[BlockId]().union(*(has[slower] for slower in tiers[at + 1 :]))
+            going = [block for block in blocks if block in has[tier] and block in below]
             left.update(self._ladder.evict_blocks(going, tier))
         until_s = self._clock() + DEFAULT_TTL_S
         rest = BlockHint(HintKind.KEEP, 0, block_hint.first, block_hint.end, until_s)
         self._calls.retain(tenant, prompt, rest)
         outcome = HintOutcome.NO_STORAGE if len(tiers) < 2 else HintOutcome.DONE
         return HintResult(Action.DEMOTE, outcome, len(left))
+
+    def _ready(self, blocks: Sequence[BlockId], tier: str) -> set[BlockId]:
+        """Return the blocks that can be read from a tier."""
+        states = zip(blocks, self._index.states_of(blocks, tier), strict=True)
+        ready = {block for block, state in states if state is State.READY}
+        return {b for b in ready if (b, tier) not in lost} if (lost := self._ladder.lost) else ready
 
     # -- prefetches --------------------------------------------------------------------------------
 
@@ -224,16 +208,17 @@ class HintActions(Generic[Prompt]):
         it.next_s = now_s + LOOK_AGAIN_S
         if self._calls.is_asked(tenant, it.prompt):
             return None
-        num_found, missing = self._calls.find(tenant, it.prompt)
-        is_first, num_left = not it.num_uses, 0
-        room = self._room(tenant)
-        for storage, blocks in missing.items():
-            states = self._index.states_of(blocks, str(self._memory))
-            absent = [b for b, at in zip(blocks, states, strict=True) if at is State.ABSENT]
-            wanted = absent[: min(room, BLOCKS_AT_ONCE)]
-            begun = wanted[: self._calls.read(wanted, storage)]
-            num_left += len(absent) - len(begun)
-            room = room - len(begun) if len(begun) == len(wanted) else 0
+        found = self._calls.blocks(tenant, it.prompt)
+        is_first, num_left, room = not it.num_uses, 0, self._room(tenant)
+        wanted = self._missing(found)
+        for storage in self._ladder.storages:
+            has = self._ready(wanted, storage)
+            there = [block for block in wanted if block in has]
+            wanted = [block for block in wanted if block not in has]
+            some = there[: min(room, BLOCKS_AT_ONCE)]
+            begun = some[: self._calls.read(some, storage)]
+            num_left += len(there) - len(begun)
+            room = room - len(begun) if len(begun) == len(some) else 0
             it.num_uses.update(zip(begun, self._index.num_uses(begun), strict=True))
             self._num_read[tenant] += len(begun)
         if not num_left or not room:
@@ -247,8 +232,15 @@ class HintActions(Generic[Prompt]):
         self._end(tenant, it)
         if num_left:
             return HintResult(Action.PREFETCH, HintOutcome.SHARE)
-        outcome = HintOutcome.IN_MEMORY if num_found else HintOutcome.ABSENT
-        return HintResult(Action.PREFETCH, outcome, num_found)
+        outcome = HintOutcome.IN_MEMORY if len(found) else HintOutcome.ABSENT
+        return HintResult(Action.PREFETCH, outcome, len(found))
+
+    def _missing(self, blocks: Sequence[BlockId]) -> Sequence[BlockId]:
+        """Return the blocks that no memory has, and that are not on their way there."""
+        for tier in self._index.tiers[: -len(self._ladder.storages)]:
+            states = zip(blocks, self._index.states_of(blocks, tier), strict=True)
+            blocks = [block for block, state in states if state is State.ABSENT]
+        return blocks
 
     def _room(self, tenant: bytes) -> int:
         """Return how many blocks may be read for a tenant now."""

@@ -26,7 +26,7 @@ from kvtier.cache.block_cache import (
 )
 from kvtier.cache.direct import DirectReads
 from kvtier.cache.engine_copies import EngineCopies
-from kvtier.cache.hint_actions import Found, HintActions, PromptCalls
+from kvtier.cache.hint_actions import HintActions, PromptCalls
 from kvtier.cache.key_lookup import KeyedLookup
 from kvtier.cache.ladder import Ladder, LadderCallbacks, LadderOptions, PendingLookup
 from kvtier.cache.transfer import Mover
@@ -247,7 +247,6 @@ class LocalBlockCache(BlockCache):
                 retain=lambda _, keys, stated: index.retain(keys, stated, clock()),
                 blocks=lambda _, keys: index.find_all(keys).known,
                 is_asked=lambda _, keys: bool(self.lookup(keys).answers),
-                find=lambda _, keys: self._find(keys),
                 read=self._read_ahead,
             ),
             self.memory,
@@ -428,11 +427,6 @@ class LocalBlockCache(BlockCache):
     def has_prefetches(self) -> bool:
         """Whether ``poll`` has work to do later, for hints."""
         return self._actions.has_prefetches
-
-    def _find(self, keys: Sequence[bytes]) -> Found:
-        codes = self.locate_blocks(keys).codes
-        num_found = len(keys) - codes.count(NOWHERE) - codes.count(UNKNOWN)
-        return Found(num_found, self._in_storage(keys))
 
     def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
         now = self._clock()

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from kvtier.cache.assembly import ladder_options, policy_maker
 from kvtier.cache.deletion import Deletion, PromptDeletion, PromptPins, used_by_namespace
-from kvtier.cache.hint_actions import Found, HintActions, PromptCalls
-from kvtier.cache.ladder import Ladder, LadderCallbacks, Prefetch, in_tier
+from kvtier.cache.hint_actions import HintActions, PromptCalls
+from kvtier.cache.ladder import Ladder, LadderCallbacks, Prefetch
 from kvtier.cache.lease import Lease
 from kvtier.cache.lease_metrics import LeaseObserver
 from kvtier.cache.token_lookup import begin_lookup
@@ -138,7 +138,7 @@ class Cache:
         self._actions = HintActions(
             self._index,
             self._ladder,
-            PromptCalls(self._retain, self._known, self.lookup, self._find, self._read_ahead),
+            PromptCalls(self._retain, self._known, self.lookup, self._read_ahead),
             HOST if HOST in self._tiers else None,
             self.group.bytes_per_block,
             make_policy(HOST) != LRU,
@@ -515,12 +515,7 @@ class Cache:
         return num
 
     def _known(self, namespace: bytes, labels: Sequence[Label]) -> Sequence[BlockId]:
-        return self.match(namespace, labels).blocks
-
-    def _find(self, namespace: bytes, labels: Sequence[Label]) -> Found:
-        match = self._wanted(namespace, labels)
-        found = {name: in_tier(name, match.blocks, match.tiers) for name in self._ladder.storages}
-        return Found(match.num_blocks, {name: blocks for name, blocks in found.items() if blocks})
+        return self._wanted(namespace, labels).blocks
 
     def wait(self, namespace: bytes, labels: Sequence[Label], is_waiting: bool) -> None:
         """Note that a request has been queued (True), or is queued no longer (False).

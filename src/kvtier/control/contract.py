@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.core.errors import CacheError
+from kvtier.core.hints import Hint, parse_hint
 
 MAX_PIN_S = 7 * 86400.0
 """Longest time of a pin."""
@@ -27,13 +28,14 @@ class PromptName:
     """Name of a prompt: by the keys of its blocks in a node, by its text or tokens in a server.
 
     room: name of a node's room; "" for the only one. keys: in hexadecimal. tenant: in a server the
-    ``cache_salt``.
+    ``cache_salt``. chat: fields of a chat request, instead of a text or tokens.
     """
 
     room: str = ""
     keys: Sequence[str] | None = None
     prompt: str | Sequence[int] | None = None
     tenant: str = ""
+    chat: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,15 @@ class PinnedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class HintedPrompt:
+    """Results of a hint. blocks: of the prompt. hints: the result of each action."""
+
+    room: str
+    blocks: int
+    hints: Sequence[Mapping[str, str | int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Deleted:
     """Result of a deletion.
 
@@ -100,6 +111,9 @@ class CacheControl(Protocol):
     async def unpin(self, room: str, number: int) -> None:
         """End a pin before its time."""
 
+    async def hint(self, prompt: PromptName, hint: Hint) -> HintedPrompt:
+        """Apply a hint to a prompt, and wait for nothing. A node counts tokens in blocks."""
+
     async def delete(self, prompt: PromptName, timeout_s: float) -> Deleted:
         """Delete the blocks of a prompt from every tier."""
 
@@ -115,6 +129,14 @@ def check_wait(timeout_s: float) -> float:
     if not 0 <= timeout_s <= MAX_WAIT_S:
         raise ControlError(f"timeout_s: {timeout_s} s; give 0 to {MAX_WAIT_S:.0f}")
     return timeout_s
+
+
+def read_hint(given: object) -> Hint:
+    """Return a hint from its JSON value. Raises ``ControlError`` if it is malformed."""
+    try:
+        return parse_hint(given)
+    except ValueError as error:
+        raise ControlError(str(error)) from None
 
 
 def check_pin(seconds: float) -> float:

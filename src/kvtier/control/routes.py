@@ -15,33 +15,36 @@ from kvtier.control.contract import (
     CacheControl,
     ControlError,
     Deleted,
+    HintedPrompt,
     PinnedBlocks,
     PromptName,
     PromptPlaces,
+    read_hint,
 )
 from kvtier.core.errors import CacheError
 
-PATHS = frozenset({"/lookup", "/prefetch", "/pin", "/unpin", "/delete", "/clear"})
+PATHS = frozenset({"/lookup", "/prefetch", "/pin", "/unpin", "/hint", "/delete", "/clear"})
 
 
 class PromptBody(BaseModel):
     """A prompt.
 
     In a node it is named by the keys of its blocks in their order, in hexadecimal; in a server by
-    its text or token ids, with the ``cache_salt`` of its requests as ``tenant``.
+    its text, its token ids or a chat, with the ``cache_salt`` of its requests as ``tenant``.
     """
 
     room: str = ""
     keys: list[str] | None = None
     prompt: str | list[int] | None = None
     tenant: str = ""
+    chat: dict[str, object] | None = None
     timeout_s: float = 10.0
 
     def named(self) -> PromptName:
         """Return the prompt. Raises ``ControlError`` if none is named, or two."""
-        if (self.keys is None) == (self.prompt is None):
-            raise ControlError("name a prompt, either by keys or as prompt")
-        return PromptName(self.room, self.keys, self.prompt, self.tenant)
+        if [self.keys, self.prompt, self.chat].count(None) != 2:
+            raise ControlError("name a prompt, either by keys or as prompt or chat")
+        return PromptName(self.room, self.keys, self.prompt, self.tenant, self.chat)
 
 
 class PinBody(PromptBody):
@@ -55,6 +58,12 @@ class UnpinBody(BaseModel):
 
     room: str = ""
     number: int
+
+
+class HintBody(PromptBody):
+    """A hint on a prompt. kvtier: as in requests."""
+
+    kvtier: dict[str, object]
 
 
 class DeleteBody(PromptBody):
@@ -116,10 +125,15 @@ def control_router(control: CacheControl) -> APIRouter:
         """End a pin before its time."""
         await control.unpin(body.room, body.number)
 
+    @router.post("/hint")
+    async def hint(body: HintBody) -> HintedPrompt:
+        """Apply a hint to the blocks of a prompt while no request for it runs."""
+        return await control.hint(body.named(), read_hint(body.kvtier))
+
     @router.post("/delete")
     async def delete(body: DeleteBody) -> Deleted:
         """Delete blocks from every tier. The answer contains whether it is complete."""
-        if body.keys is None and body.prompt is None:
+        if (body.keys, body.prompt, body.chat) == (None, None, None):
             return await control.delete_rooms(body.room, body.tenant, body.timeout_s)
         return await control.delete(body.named(), body.timeout_s)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.cache.hint_actions import KEEP_S, MAX_PREFETCHES
-from kvtier.core.hints import Action, Hint, HintOutcome, HintResult
+from kvtier.core.hints import MAX_TTL_S, Action, Hint, HintOutcome, HintResult, Retain
 from kvtier.core.keys import token_labels
 from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.observe.specs import HINTS
@@ -164,6 +164,21 @@ def test_a_tenant_has_so_many_prefetches_at_a_time(harness: Harness) -> None:
         "it replaces the first"
     )
     assert hint(harness, LONG_A, LATER, b"other")[0].outcome is HintOutcome.SCHEDULED
+
+
+def test_a_hostile_tenant_leaves_others_their_blocks(harness: Harness) -> None:
+    """It prefetches and pins all prompts again and again, and uses none of them."""
+    prompts = [LONG_A, LONG_B, *([token] * 9 for token in range(3, 8))]
+    own = [[token] * 9 for token in range(20, 24)]  # half of host memory
+    for prompt in own:
+        harness.serve(prompt, b"other")
+    harness.lose_the_device()
+    for _ in range(40):
+        for prompt in prompts:
+            hint(harness, prompt, Hint((Retain(100, ttl_s=MAX_TTL_S),), prefetch_within_s=0.1))
+        harness.clock.now += KEEP_S
+        harness.cache.poll()
+    assert [harness.matched(prompt, b"other") for prompt in own] == [[HOST] * 4] * 4
 
 
 def test_reads_of_requests_go_before_prefetches(harness: Harness) -> None:

@@ -16,8 +16,10 @@ from kvtier.serve.engine import Engine, EngineConfig
 from kvtier.serve.server.config import ServerConfig
 from kvtier.tools.cli.api_keys import CONTROL_KEY_VARIABLE
 from tests.kit.cli import kvtier
+from tests.kit.waiting import wait_until
 
 from .conftest import MODEL, Running, cached, running
+from .raw import samples
 
 KEY = "the-key-of-the-control"
 TEXT, OTHER = "one " * 100, "two " * 100
@@ -46,7 +48,7 @@ def served(tmp_path: Path) -> Iterator[Running]:
         yield made
 
 
-def post(served: Running, route: str, key: str = KEY, **body: object) -> Any:
+def post(served: Running, route: str, key: str = KEY, **body: Any) -> Any:
     """Return the answer, or the status of a refusal."""
     headers = {"Authorization": f"Bearer {key}"}
     method, content = ("GET", None) if route == "/status" else ("POST", body)
@@ -119,6 +121,60 @@ def test_a_prompt_is_prefetched_and_pinned(served: Running) -> None:
     assert post(served, "/unpin", number=1) == 404
     post(served, "/clear", memory_only=True)
     assert post(served, "/lookup", prompt=TEXT)["in_memory"] == 0
+
+
+def hint(served: Running, **body: Any) -> list[tuple[str, str, int]]:
+    """Give a hint while no request runs. Return action, outcome and blocks of each result."""
+    found = post(served, "/hint", **body)
+    return [(each["action"], each["outcome"], each["blocks"]) for each in found["hints"]]
+
+
+def test_a_prompt_is_prefetched_and_demoted_while_no_request_runs(served: Running) -> None:
+    num_cached(served, TEXT, "a")
+    served.engine.clear_tier(DEVICE)
+    num = post(served, "/lookup", prompt=TEXT, tenant="a")["blocks"]
+    named: dict[str, Any] = {"prompt": TEXT, "tenant": "a"}
+    assert hint(served, **named, kvtier={"demote": {}}) == [("demote", "done", num)]
+    assert post(served, "/lookup", **named)["places"] == ["storage"] * num
+    assert hint(served, **named, kvtier={"prefetch": {"within_s": 0.1}}) == [
+        ("prefetch", "begun", num)
+    ]
+    wait_until(lambda: post(served, "/lookup", **named)["in_memory"] == num)
+    assert hint(served, prompt=TEXT, kvtier={"prefetch": {"within_s": 0.1}}) == [
+        ("prefetch", "absent", 0)
+    ], "of another tenant"
+    assert num_cached(served, TEXT, "a") > 0
+    counted = samples(served)
+    assert counted["kvtier_hints_total", "prefetch", "used"] == 1
+
+
+def test_a_chat_is_named_by_its_messages(served: Running) -> None:
+    messages = [{"role": "user", "content": TEXT}]
+    with served.client() as client:
+        client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)  # type: ignore[arg-type]
+    assert served.engine.drain()
+    found = post(served, "/lookup", chat={"messages": messages})
+    assert found["in_memory"] == found["blocks"] > 0
+    release = {"retain": [{"priority": 90}], "ended": True}
+    assert hint(served, chat={"messages": messages}, kvtier=release) == [
+        ("pin", "done", found["blocks"]),
+        ("release", "done", found["blocks"]),
+    ]
+    assert post(served, "/lookup", chat={"messages": []}) == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": TEXT},
+        {"prompt": TEXT, "kvtier": {"prefetch": {}}},
+        {"prompt": TEXT, "chat": {}, "kvtier": {}},
+        {"kvtier": {"ended": True}},
+    ],
+)
+def test_a_malformed_hint_is_refused(served: Running, body: dict[str, Any]) -> None:
+    assert post(served, "/hint", **body) in (400, 422)
+    assert post(served, "/hint", "another", **body) == 401
 
 
 def test_only_the_control_key_opens_it(served: Running) -> None:

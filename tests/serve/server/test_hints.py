@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -61,3 +62,23 @@ def test_an_orchestrators_hint_counts_unless_the_client_has_one(
     ]
     assert counted["kvtier_server_hint_actions_total", "kvtier.hint"] == 2
     assert counted["kvtier_server_hint_actions_total", "unknown"] == 1
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_answer_says_what_came_of_its_hints(engine: Engine, is_streamed: bool) -> None:
+    body = {
+        "model": MODEL,
+        "max_tokens": 1,
+        "prompt": ["one " * 300, "two " * 300],
+        "kvtier": {"retain": [{"priority": 90}], "prefetch": {"within_s": 5}},
+    }
+    if is_streamed:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    with running(engine) as made:
+        answer = httpx.post(f"{made.url}/v1/completions", json=body, timeout=60)
+    last = answer.text.split("data: ")[-2] if is_streamed else answer.text
+    hints = json.loads(last)["kvtier"]["hints"]
+    assert [[(each["action"], each["outcome"]) for each in of_prompt] for of_prompt in hints] == [
+        [("pin", "done"), ("prefetch", "no_storage")]
+    ] * 2
+    assert hints[0][0]["blocks"] > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvtier.cache.ladder.cost_metrics import CostMetrics
 from kvtier.cache.ladder.ladder import Ladder
-from kvtier.cache.ladder.loads import in_tier
 from kvtier.cache.ladder.lookup_batch import WantedBlocks
 from kvtier.cache.ladder.options import LadderCallbacks, LadderOptions
 from kvtier.cache.ladder.prefetch import Prefetch
@@ -18,5 +17,4 @@ __all__ = [
     "PendingLookup",
     "Prefetch",
     "WantedBlocks",
-    "in_tier",
 ]

@@ -166,14 +166,14 @@ class Loads:
         topology = self.topology
         left = match.blocks[num_reused_blocks:], match.tiers[num_reused_blocks:]
         for name in topology.storages if topology.is_staged else ():
-            blocks, num = in_tier(name, *left), 0
+            blocks, num = _in_tier(name, *left), 0
             if name in topology.direct:
                 num = self.num_to_probe(name, len(blocks))
             elif self.mover.is_idle(name):
                 num = self.first_blocks
             room = min(num, self.eviction.num_available(topology.staging))
             self._ahead.update(leg for leg, _ in self.promote(blocks[:room], name, urgent=False))
-        self._probe_memory(in_tier(topology.staging, *left))
+        self._probe_memory(_in_tier(topology.staging, *left))
 
     def arrived(self, transfer: Transfer) -> None:
         """Copy a few blocks that were read ahead on to the fastest tier, as a probe.
@@ -251,7 +251,7 @@ class Loads:
         self._num_prefetched += len(prefetch.blocks)
         room = self.eviction.num_available(tier)
         for name in self.topology.storages:
-            there = in_tier(name, match.blocks, match.tiers)
+            there = _in_tier(name, match.blocks, match.tiers)
             missing = [block for block in there if block in prefetch.blocks]
             for leg, part in self.promote(missing[:room], name, urgent=False):
                 prefetch.wait_for(leg)
@@ -267,7 +267,7 @@ class Loads:
             self.transfers.withdraw(transfer)
 
 
-def in_tier(tier: str, blocks: Sequence[BlockId], tiers: Sequence[str]) -> Sequence[BlockId]:
+def _in_tier(tier: str, blocks: Sequence[BlockId], tiers: Sequence[str]) -> Sequence[BlockId]:
     """Return those of ``blocks`` that were found in ``tier``."""
     runs = [run for each, run in runs_of(tiers) if each == tier]
     return Numbers.joined(*(blocks[run.start : run.stop] for run in runs))

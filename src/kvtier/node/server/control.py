@@ -21,12 +21,14 @@ from kvtier.control.contract import (
     CacheControl,
     ControlError,
     Deleted,
+    HintedPrompt,
     PinnedBlocks,
     PromptName,
     PromptPlaces,
     check_pin,
     check_wait,
 )
+from kvtier.core.hints import Hint
 from kvtier.core.keys import PackedKeys
 from kvtier.node.config import DEFAULT_TENANT, TenantQuota, change_bounds, check_tenant
 from kvtier.node.server.connection import bring
@@ -266,6 +268,17 @@ class NodeControl(CacheControl):
         pin = self._node.pin(found, wanted, seconds)
         num = len(pin.segment_of)
         return PinnedBlocks(found.key.name, pin.number if num else 0, len(wanted), num)
+
+    @on_loop
+    async def hint(self, prompt: PromptName, hint: Hint) -> HintedPrompt:
+        """Apply a hint to the blocks of a prompt; it counts tokens in blocks."""
+        found, wanted = await self._blocks(prompt)
+        self._registry.wake_all()
+        results = []
+        for stated in hint.block_hint(1, found.clock()):
+            results.append(found.cache.act(wanted, stated).as_json())
+            await asyncio.sleep(0)
+        return HintedPrompt(found.key.name, len(wanted), results)
 
     @on_loop
     async def unpin(self, room: str, number: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from kvtier.cache.ladder import Prefetch
 from kvtier.cache.lease import Lease, PrefixStored
 from kvtier.core.errors import CacheError
-from kvtier.core.hints import Hint
+from kvtier.core.hints import Hint, HintResult
 from kvtier.core.types import Label
 from kvtier.plan import Actual, Explanation, explain
 from kvtier.serve.engine.sampling import Sampler, SamplingParams, prompt_logprobs
@@ -61,6 +61,7 @@ class Completion:
     has none.
     explanation: on request, if the request was scheduled.
     marks: times of its events.
+    hint_results: of the client's hints.
     """
 
     token_ids: tuple[int, ...]
@@ -76,6 +77,7 @@ class Completion:
     prompt_tokens: tuple[Token, ...] = ()
     explanation: Explanation | None = None
     marks: Marks | None = None
+    hint_results: tuple[HintResult, ...] = ()
 
 
 @dataclass(slots=True)
@@ -152,6 +154,7 @@ class Request:
     wants_explanation: bool = False
     on_stored: Callable[[PrefixStored], None] | None = None
     hint: Hint | None = None
+    hint_results: list[HintResult] = field(default_factory=list)
     is_waited_for: bool = False
     explanation: Explanation | None = None
     marks: Marks = field(default_factory=Marks)
@@ -242,6 +245,7 @@ class Request:
             prompt_tokens=tuple(self.prompt_tokens),
             explanation=self.explanation,
             marks=self.marks,
+            hint_results=tuple(self.hint_results),
         )
         self.finished.set()
         if self.on_done is not None:

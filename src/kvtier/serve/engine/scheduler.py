@@ -372,6 +372,7 @@ class Scheduler:
             request.note_lease(request.lease)
             self._cache.release(request.lease)
             request.lease = None
+            self._hints.has_ended(request)
         self._hints.goes(request)
         if request in self.running:
             self.running.remove(request)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvtier.cache.tokens import Cache
+from kvtier.core.hints import Hint
 from kvtier.core.types import PrefetchPolicy
 from kvtier.serve.engine.request import Request, Stage, Turn
 
@@ -187,14 +188,23 @@ class Hints:
     def begins(self, request: Request) -> None:
         """Note that a request was scheduled and the cache has its prompt."""
         self._wait(request, False)
+        request.hint_results.clear()  # it may begin anew
         if request.hint is not None:
-            self._cache.hint(request.namespace, request.labels, request.hint.at_begin)
+            self._apply(request, request.hint.at_begin)
 
     def ends(self, request: Request) -> None:
         """Note that a request ends, before its lease is released: hints affect its stores."""
         self.goes(request)
-        if request.hint is not None and request.lease is not None:
-            self._cache.hint(request.namespace, request.labels, request.hint.at_end)
+        if request.hint is not None:
+            self._apply(request, request.hint.at_end)
+
+    def has_ended(self, request: Request) -> None:
+        """Note that the lease of a request was released: hints may move its blocks."""
+        if request.hint is not None:
+            self._apply(request, request.hint.after_end)
+
+    def _apply(self, request: Request, hint: Hint) -> None:
+        request.hint_results += self._cache.hint(request.namespace, request.labels, hint)
 
     def goes(self, request: Request) -> None:
         """Note that a request no longer waits under its namespace."""

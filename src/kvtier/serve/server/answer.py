@@ -100,7 +100,7 @@ class Answerer:
             wholes[at].add(piece)
         self._end(generation, is_complete=True)
         answer = self._answer(self._form.whole_object, self._form.whole(wholes))
-        answer["usage"] = generation.usage
+        _end_with_usage(answer, generation)
         return Response(encode_json(answer), media_type="application/json")
 
     async def _events(
@@ -117,7 +117,7 @@ class Answerer:
                     yield event
             if self._ends_with_usage:
                 last = self._answer(self._form.chunk_object, [])
-                last["usage"] = generation.usage
+                _end_with_usage(last, generation)
                 yield encode_event(last)
         except ApiError as error:
             self._request.state.status = error.status
@@ -172,6 +172,12 @@ class Answerer:
         if generation.span is not None:
             model = self._service.model_name
             tell(generation.span, generation.completions, generation.usage, model, error)
+
+
+def _end_with_usage(answer: Answer, generation: Generation) -> None:
+    answer["usage"] = generation.usage
+    if hints := generation.hints:
+        answer["kvtier"] = {"hints": hints}
 
 
 async def _first(pieces: AsyncIterator[tuple[int, TextPiece]]) -> tuple[int, TextPiece]:

@@ -209,20 +209,9 @@ def chat_router(service: Service) -> APIRouter:
                 "give one of them.",
                 "max_tokens",
             )
-        if not tokenizer.has_chat_template:
-            raise bad_request(
-                f"{service.model_name} has no chat template; use /v1/completions.", "messages"
-            )
+        check_template(service)
         form = check_tools(body)
-        turns = [_turn(message) for message in body.messages]
-        tools = [tool.given for tool in body.tools]
-        try:
-            text = tokenizer.render_chat(turns, tools, body.chat_template_kwargs)
-        except Exception as error:  # a template may raise anything
-            why = " ".join(str(error).split()).rstrip(".")[:200]
-            raise bad_request(
-                f"The model's chat template refuses these messages: {why}.", "messages"
-            ) from error
+        text = chat_text(body, service)
         rules = grammar_of_answer(
             body.response_format,
             form,
@@ -255,6 +244,28 @@ def chat_router(service: Service) -> APIRouter:
         return form
 
     return router
+
+
+def check_template(service: Service) -> None:
+    """Raise ``ApiError`` if the model has no chat template."""
+    if not service.engine.tokenizer.has_chat_template:
+        raise bad_request(
+            f"{service.model_name} has no chat template; use /v1/completions.", "messages"
+        )
+
+
+def chat_text(body: ChatRequest, service: Service) -> str:
+    """Return the prompt of a chat. Raises ``ApiError`` if the model's template refuses it."""
+    check_template(service)
+    turns = [_turn(message) for message in body.messages]
+    tools = [tool.given for tool in body.tools]
+    try:
+        return service.engine.tokenizer.render_chat(turns, tools, body.chat_template_kwargs)
+    except Exception as error:  # a template may raise anything
+        why = " ".join(str(error).split()).rstrip(".")[:200]
+        raise bad_request(
+            f"The model's chat template refuses these messages: {why}.", "messages"
+        ) from error
 
 
 def _turn(message: ChatMessage) -> dict[str, object]:

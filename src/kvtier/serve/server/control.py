@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from fastapi import APIRouter
+from pydantic import ValidationError
 
 from kvtier import __version__
 from kvtier.cache.deletion import Deletion
@@ -17,6 +18,7 @@ from kvtier.control.contract import (
     CacheControl,
     ControlError,
     Deleted,
+    HintedPrompt,
     PinnedBlocks,
     PromptName,
     PromptPlaces,
@@ -24,8 +26,12 @@ from kvtier.control.contract import (
     check_wait,
 )
 from kvtier.control.routes import control_router
+from kvtier.core.hints import Hint
 from kvtier.core.keys import Labels, grid_labels
 from kvtier.core.types import HOST
+from kvtier.serve.server.chat import chat_text
+from kvtier.serve.server.errors import ApiError, from_validation
+from kvtier.serve.server.schemas import ChatRequest
 from kvtier.serve.server.service import Service
 
 LOOK_AGAIN_S = 0.01
@@ -120,6 +126,11 @@ class ServerControl(CacheControl):
         number, pinned = await self._call(lambda cache: cache.pin(namespace, labels, seconds))
         return PinnedBlocks(_room(prompt.tenant), number, len(labels), pinned)
 
+    async def hint(self, prompt: PromptName, hint: Hint) -> HintedPrompt:
+        namespace, labels = await self._prompt(prompt)
+        results = await self._call(lambda cache: cache.hint(namespace, labels, hint))
+        return HintedPrompt(_room(prompt.tenant), len(labels), [it.as_json() for it in results])
+
     async def unpin(self, room: str, number: int) -> None:
         if not await self._call(lambda cache: cache.pins.remove(number)):
             raise ControlError(f"there is no pin {number}", is_unknown=True)
@@ -182,6 +193,8 @@ class ServerControl(CacheControl):
     async def _prompt(self, prompt: PromptName) -> tuple[bytes, Labels]:
         """Return the namespace and the labels of a prompt."""
         given, info = prompt.prompt, self._engine.info
+        if prompt.chat is not None:
+            given = await asyncio.to_thread(self._chat_tokens, prompt.chat)
         if given is None:
             raise ControlError("a server knows prompts by their text or token ids; give prompt")
         if prompt.room:
@@ -198,6 +211,16 @@ class ServerControl(CacheControl):
             )
         tenant = "" if prompt.tenant == DEFAULT_TENANT else prompt.tenant
         return self._engine.namespace_of(tenant), labels
+
+    def _chat_tokens(self, chat: Mapping[str, object]) -> list[int]:
+        try:
+            asked = ChatRequest.model_validate({**chat, "model": self._service.model_name})
+            text = chat_text(asked, self._service)
+        except ValidationError as error:
+            raise ControlError(f"chat: {from_validation(error.errors()).message}") from None
+        except ApiError as error:
+            raise ControlError(f"chat: {error.message}") from None
+        return self._engine.tokenizer.encode(text)
 
     async def _namespaces(self, room: str) -> frozenset[bytes]:
         """Return the namespaces of a room's name, or of a tenant."""

@@ -418,6 +418,8 @@ Hinted = Annotated[
                 "retain": {"type": "array", "items": _RANGE, "maxItems": MAX_RANGES},
                 "back_in_s": {"type": "number", "maximum": MAX_BACK_S},
                 "ended": {"type": "boolean"},
+                "prefetch": {"type": "object", "required": ["within_s"]},
+                "demote": {"type": "object"},
             },
         }
     ),

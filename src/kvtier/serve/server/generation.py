@@ -190,6 +190,15 @@ class Generation:
         return usage
 
     @property
+    def hints(self) -> list[list[dict[str, str | int]]]:
+        """Results of the client's hint, for each prompt; none without a hint."""
+        if self._hint is None:
+            return []
+        firsts = (at for at, order in enumerate(self._orders) if order.is_first)
+        ended = (self._completions[at] for at in firsts if at in self._completions)
+        return [[result.as_json() for result in each.hint_results] for each in ended]
+
+    @property
     def completions(self) -> list[Completion]:
         """The completions of the choices that have ended."""
         return [self._completions[at] for at in sorted(self._completions)]

@@ -101,11 +101,18 @@ class ChatChunkChoice(TypedDict):
     finish_reason: str | None
 
 
+class HintAnswer(TypedDict):
+    """Results of the hints of a request, for each of its prompts."""
+
+    hints: list[list[dict[str, str | int]]]
+
+
 class Answer(TypedDict):
     """A whole answer, or one chunk of a streamed one.
 
     usage: in a whole answer, and on request in the last chunk; before that null, or the tokens so
     far.
+    kvtier: where the last ``usage`` is, if the request had hints.
     """
 
     id: str
@@ -114,6 +121,7 @@ class Answer(TypedDict):
     model: str
     choices: list[CompletionChoice] | list[ChatChoice] | list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
+    kvtier: NotRequired[HintAnswer]
 
 
 class CostAnswer(TypedDict):
