@@ -19,6 +19,7 @@ from kvtier.connectors.vllm.shared.promotion import Promotion
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks, Shape, depth
 from kvtier.connectors.vllm.shared.request_state import Advice, RequestState, Way
 from kvtier.connectors.vllm.shared.tiers import EngineTiers
+from kvtier.core.hints import HintOutcome
 from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
 from kvtier.observe import specs
 from kvtier.plan import StepClock
@@ -96,8 +97,8 @@ class TierManager:
             self._begin(state)  # vLLM looks up nothing if its own pool had the whole prompt
             self._note_planned(state, ())
             self.cache.touch(state.request.in_order())
-            if state.request.last_key:
-                self._hint(state.request, at_end=True)
+            if state.request.last_key or not self.cache.learns:
+                self._hint(state, at_end=True)
             state.finish()
 
     def num_to_load(
@@ -267,19 +268,27 @@ class TierManager:
         """Report the request to the policy, if this is the first time that its blocks matter."""
         request = state.request
         if self.cache.learns and request.last_key is None:
-            keys = [key for key in self._path(request) if state.is_kept(key)]
+            keys = self._path(state)
             self.cache.on_request(keys)
             request.last_key = keys[-1] if keys else b""
-            self._hint(request, at_end=False)
+            self._hint(state, at_end=False)
 
-    def _hint(self, request: RequestBlocks, at_end: bool) -> None:
-        hint = request.hint if self._follows_hints else None
-        if hint is not None:
-            said = hint.at_end if at_end else hint.at_begin
-            self.cache.hint(self._path(request), said, self._shape.block_sizes[0])
+    def _hint(self, state: RequestState, at_end: bool) -> None:
+        """Apply hints of the client. vLLM has no field to answer with: results are counted."""
+        hint = state.request.hint
+        if hint is None:
+            return
+        for part in (hint.at_end, hint.after_end) if at_end else (hint.at_begin,):
+            if self._follows_hints:
+                self.cache.hint(self._path(state), part, self._shape.block_sizes[0])
+                continue
+            for declined in part.declined(HintOutcome.OFF):
+                counter = specs.SHARED_WITH_VLLM[specs.HINTS]
+                self.counts.add(counter, 1, declined.action, declined.outcome)
 
-    def _path(self, request: RequestBlocks) -> list[bytes]:
-        return request.path(self._shape.block_sizes[0])
+    def _path(self, state: RequestState) -> list[bytes]:
+        path = state.request.path(self._shape.block_sizes[0])
+        return [key for key in path if state.is_kept(key)]
 
     def _continue(self, keys: Sequence[bytes], state: RequestState) -> None:
         """Report blocks that are about to be stored: those of an answer come behind its prompt."""
