@@ -28,7 +28,7 @@ OLDER_SGLANG_LIST = "tests/engines/sglang/requirements-0.5.17.txt"
 OLDER_SGLANG = ("14", "15", "16", "17")
 VLLM_VERSION = "0.32.0"
 SGLANG_VERSION = "0.5.23"
-# NIXL's own list would bring CUDA, which files and objects do not need.
+# NIXL's own list would bring CUDA, which files, objects and TCP do not need.
 NIXL = ("--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1")
 
 
@@ -51,7 +51,7 @@ class Environment:
 
 
 ENVIRONMENTS = {
-    "vllm": Environment("vLLM on the CPU: tests and benchmarks", vllm=VLLM_VERSION),
+    "vllm": Environment("vLLM on the CPU: tests and benchmarks", pip=(NIXL,), vllm=VLLM_VERSION),
     "vllm-ascend": Environment(
         "Python sources of vllm-ascend, for tests that run one definition at a time",
         lists=("tests/engines/vllm/ascend/sources.py",),
@@ -118,7 +118,7 @@ def environment(name: str) -> Environment:
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     if found := re.fullmatch(r"vllm-(0\.\d+\.\d+)", name):
-        return Environment(f"vLLM {found[1]} on the CPU: tests", vllm=found[1])
+        return Environment(f"vLLM {found[1]} on the CPU: tests", pip=(NIXL,), vllm=found[1])
     if found := re.fullmatch(r"sglang-0\.5\.(\d+)", name):
         older = ("-r", OLDER_SGLANG_LIST) if found[1] in OLDER_SGLANG else ()
         return Environment(

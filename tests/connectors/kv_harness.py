@@ -27,7 +27,7 @@ from kvtier.connectors.vllm.shared.prompt import Shape
 from kvtier.connectors.vllm.shared.step import DueRequests
 from kvtier.connectors.vllm.shared.tiers import node_tiers, rank_tiers
 from kvtier.connectors.vllm.shared.worker import RankLimits, TierWorker
-from kvtier.core.types import DEVICE, HOST, LoadPolicy
+from kvtier.core.types import DEVICE, HOST, CacheMode, LoadPolicy
 from kvtier.devices import find_device
 from kvtier.node.client.channel import NodeClient
 
@@ -45,7 +45,7 @@ class KvHarness:
     """A scheduler and its ranks.
 
     num: pages per block. replicated: all ranks compute the same KV, and map the same host memory.
-    node: socket of a node that has the memory.
+    node: socket of a node that has the memory. mode: whether requests load, and store.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class KvHarness:
         num_slots: int = 16,
         replicated: bool = False,
         node: Path | None = None,
+        mode: CacheMode = CacheMode.BOTH,
     ) -> None:
         self.num = num
         facts = EngineFacts(
@@ -78,7 +79,9 @@ class KvHarness:
             engine = uuid4().hex
             tiers = node_tiers(NodeClient(node, engine=engine), names, shape, deadline_s=5.0)
             clients = [NodeClient(node, engine=engine) for _ in clients]
-        manager = TierManager(tiers, mover, names, shape, LoadPolicy.ALWAYS, publishes_events=True)
+        manager = TierManager(
+            tiers, mover, names, shape, LoadPolicy.ALWAYS, publishes_events=True, mode=mode
+        )
         self.half = SchedulerHalf(manager, facts, DueRequests())
         self.caches = [
             {name: torch.zeros(SHAPE, dtype=torch.uint8) for name in LAYERS}

@@ -15,7 +15,7 @@ from kvtier.cache.transfer import CopyJob, TransferEngine
 from kvtier.connectors.vllm.kv_connector.messages import NOTHING
 from kvtier.core.errors import DeviceError
 from kvtier.core.hints import Hint
-from kvtier.core.types import DEVICE, HOST
+from kvtier.core.types import DEVICE, HOST, CacheMode
 from kvtier.devices import CopyBatch, Direction
 from kvtier.observe.specs import VLLM_HINT_ACTIONS, VLLM_MOVED_BYTES
 from tests.connectors.kv_harness import LAYERS, PAGE, KvHarness, are_equal
@@ -106,6 +106,33 @@ def test_a_request_that_another_connector_transfers_loads_nothing_and_is_stored(
     assert harness.asks(again) == 0
     transfer[name] = False  # as the other connector does when the pages have arrived
     assert harness.asks(again) == 6 * PAGE
+
+
+def _no_call(*_: object, **__: object) -> Any:
+    raise AssertionError("this is not to be called")
+
+
+def test_an_engine_that_saves_only_stores_all_and_looks_up_nothing(
+    make: Callable[..., KvHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make(mode=CacheMode.SAVE_ONLY)
+    cache = harness.half.manager.cache
+    monkeypatch.setattr(cache, "lookup", _no_call)
+    harness.serve("first", TEXT, range(6))
+    assert cache.usage()[HOST].num_used == 6
+    assert harness.asks(harness.request("again", TEXT + "s")) == 0
+
+
+def test_an_engine_that_loads_only_reserves_nothing(
+    make: Callable[..., KvHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make(mode=CacheMode.LOAD_ONLY)
+    cache = harness.half.manager.cache
+    monkeypatch.setattr(cache, "reserve", _no_call)
+    first = harness.serve("first", TEXT, range(6))
+    assert harness.half.finish(first, range(6)) is False, "its pages are free at once"
+    assert cache.usage()[HOST].num_used == 0
+    assert not harness.half.has_pending_work
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from kvtier.connectors.vllm.shared.settings import VllmSettings
+from kvtier.connectors.vllm.shared.settings import VllmSettings, set_failure_policy
 from kvtier.core.errors import ConfigError
 
 DISK = {"disk_path": "/nvme", "disk_capacity": "1GiB"}
@@ -29,6 +32,7 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"disk_capacity": "1GiB"}, "disk_capacity: '1GiB' needs a disk; name a folder"),
         ({"disk_path": 7, "disk_capacity": "1GiB"}, "disk_path can't be 7; name a folder"),
         ({"load_policy": "never"}, "load_policy can't be 'never'; use one of auto, always"),
+        ({"mode": "saves"}, "mode can't be 'saves'; use one of both, save_only, load_only"),
         ({"client_hints": "no"}, "client_hints can't be 'no'; use one of on, off"),
         ({"eviction_policy": "mru"}, "can't be 'mru'; use one of runs, lru, arc, s3fifo"),
         ({"disk_durability": "some"}, "disk_durability can't be 'some'; use one of process"),
@@ -45,6 +49,23 @@ def test_settings_are_read_and_refused_by_name() -> None:
     ):
         with pytest.raises(ConfigError, match=told):
             VllmSettings.read(extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "policy"),
+    [
+        ({}, "recompute"),
+        ({"mode": "load_only"}, "recompute"),
+        ({"mode": "save_only"}, "fail"),
+        ({"recompute_failed_loads": False}, "fail"),
+    ],
+)
+def test_failed_loads_are_computed_unless_kvtier_never_loads_or_leaves_that_to_vllm(
+    extra: dict[str, object], policy: str
+) -> None:
+    config: Any = SimpleNamespace(kv_connector_extra_config=extra, kv_load_failure_policy="fail")
+    set_failure_policy(config)
+    assert config.kv_load_failure_policy == policy
 
 
 def test_stores_stand_in_the_order_given_and_are_not_shown() -> None:

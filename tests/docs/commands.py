@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -172,12 +172,20 @@ def check_vllm(words: Sequence[str]) -> None:
             for command in commands(inner[1]):
                 check(command)
             continue
-        extra = json.loads(value)["kv_connector_extra_config"]
-        if extra.get("spec_name") == SPEC_NAME:
-            VllmSettings.read(extra)
-        elif extra.get("eviction_policy") != "kvtier":
-            (tier,) = extra["secondary_tiers"]
-            TierSettings.read(tier)
+        _check_extra(json.loads(value)["kv_connector_extra_config"])
+
+
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    """Check the settings of kvtier in a connector's, or in those of the connectors inside it."""
+    if "connectors" in extra:
+        for inside in extra["connectors"]:
+            if inside["kv_connector"] != "NixlConnector":
+                _check_extra(inside["kv_connector_extra_config"])
+    elif extra.get("spec_name") == SPEC_NAME:
+        VllmSettings.read(extra)
+    elif extra.get("eviction_policy") != "kvtier":
+        (tier,) = extra["secondary_tiers"]
+        TierSettings.read(tier)
 
 
 def check_sglang(words: Sequence[str]) -> None:

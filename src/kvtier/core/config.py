@@ -17,6 +17,7 @@ from typing import TypeVar
 from kvtier.core.errors import ConfigError
 from kvtier.core.system.user_paths import check_socket
 from kvtier.core.types import (
+    CacheMode,
     ClientHints,
     Direct,
     Durability,
@@ -154,6 +155,7 @@ def choose(settings: object) -> None:
 
 
 CHOICES: dict[str, type[StrEnum]] = {
+    "mode": CacheMode,
     "write_policy": WritePolicy,
     "load_policy": LoadPolicy,
     "prefetch_policy": PrefetchPolicy,
@@ -308,6 +310,17 @@ class LoadConfig:
     load_policy: LoadPolicy = setting(
         LoadPolicy.AUTO,
         "When KV is loaded: auto, if that is predicted to be faster than computing it, or always.",
+    )
+
+
+@dataclass(frozen=True)
+class ModeConfig:
+    """Whether an engine loads from the cache and stores into it."""
+
+    mode: CacheMode = setting(
+        CacheMode.BOTH,
+        "Whether this engine loads KV and stores it: both, save_only (a decode server that gets "
+        "its KV by another connector), or load_only.",
     )
 
 

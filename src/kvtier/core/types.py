@@ -100,6 +100,25 @@ class LoadPolicy(StrEnum):
     """Load whenever blocks are cached: for comparisons and measurements."""
 
 
+class CacheMode(StrEnum):
+    """Whether an engine loads from the cache and stores into it."""
+
+    BOTH = "both"
+    """Load and store."""
+    SAVE_ONLY = "save_only"
+    """Store only: look-ups find nothing, and ask no tier."""
+    LOAD_ONLY = "load_only"
+    """Load only: no memory is reserved for what the engine computes."""
+
+    @property
+    def loads(self) -> bool:
+        return self is not CacheMode.SAVE_ONLY
+
+    @property
+    def stores(self) -> bool:
+        return self is not CacheMode.LOAD_ONLY
+
+
 class PrefetchPolicy(StrEnum):
     """Policy for a queued request whose blocks are still being read from storage."""
 

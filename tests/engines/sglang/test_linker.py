@@ -99,6 +99,22 @@ def test_pages_come_back_from_disk_in_another_process(
     assert same(second.content(slots, WINDOW), wanted, window=True)
 
 
+@pytest.mark.parametrize("mode", ["save_only", "load_only"])
+def test_linker_finds_nothing_or_stores_nothing_as_its_mode_says(
+    grows: Grows, tmp_path: Path, mode: str
+) -> None:
+    tree = grows("full", folder=tmp_path, mode=mode)
+    keep(tree, 1, 6)
+    _, found = tree.find("r", prompt(1, 6))
+    assert found == 0
+    tree.close()
+    second = grows("full", folder=tmp_path)
+    if mode == "save_only":
+        wait_for(second, "r", prompt(1, 6), 6 * PAGE)
+    else:
+        assert second.find("r", prompt(1, 6))[1] == 0
+
+
 def test_what_was_told_of_stays_until_it_is_loaded(grows: Grows) -> None:
     tree = grows("full", host_capacity=16 * FULL_PAGE_BYTES)
     wanted = keep(tree, 1, 6)

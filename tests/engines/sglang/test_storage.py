@@ -111,6 +111,21 @@ def test_pages_come_back_to_other_places_bit_for_bit(opens: Opens, kind: str, la
         assert torch.equal(content(pool, page), bytes_before)
 
 
+def test_back_end_finds_nothing_or_stores_nothing_as_its_mode_says(opens: Opens) -> None:
+    pool = host_pool("mha", "page_first")
+    keys = [key_of(number) for number in range(2)]
+    loads = opens(pool, mode="load_only")
+    assert loads.batch_set_v1(keys, tokens(3, 1)) == [True] * 2, "SGLang would log a warning"
+    assert loads.batch_exists(keys) == 0
+    loads.close()
+    saves = opens(pool, mode="save_only")
+    assert saves.batch_set_v1(keys, tokens(3, 1)) == [True] * 2
+    assert (saves.batch_exists(keys), saves.exists(keys[0])) == (0, False)
+    assert saves.batch_exists_v2(keys).kv_hit_pages == 0
+    saves.close()
+    assert opens(pool).batch_exists(keys) == 2
+
+
 @pytest.mark.parametrize(("kind", "layout"), SHAPES)
 def test_both_ways_to_a_page_agree(opens: Opens, kind: str, layout: str) -> None:
     pool = host_pool(kind, layout)

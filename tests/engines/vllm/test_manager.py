@@ -36,7 +36,7 @@ from kvtier.connectors.vllm.shared.new_weights import NEW_WEIGHTS
 from kvtier.connectors.vllm.shared.prompt import Shape
 from kvtier.connectors.vllm.shared.request_state import Advice, Phase
 from kvtier.connectors.vllm.shared.tiers import rank_tiers
-from kvtier.core.types import DEVICE, DISK, HOST, Direct, LoadPolicy
+from kvtier.core.types import DEVICE, DISK, HOST, CacheMode, Direct, LoadPolicy
 from kvtier.observe.specs import VLLM_LOADED_CHUNKS
 from kvtier.tiers.disk import DiskTier
 
@@ -62,15 +62,14 @@ class Scheduler:
         direct: Direct = Direct.OFF,
         block_sizes: tuple[int, ...] = (STEP,),
         follows_hints: bool = True,
+        mode: CacheMode = CacheMode.BOTH,
     ) -> None:
         names = Known(None, BLOCK_BYTES, "vllm")
         facts = {DISK: replace(DiskTier.facts, direct=direct)}
         mover = RankMover(facts, BLOCK_BYTES, 1, 1, device=DEVICE)
         shape = Shape(block_sizes, BLOCK_BYTES, num_shards=2)
         tiers = rank_tiers(mover, {HOST: num_host, DISK: num_disk}, names, shape)
-        self.manager = OffloadedTiers(
-            tiers, mover, names, shape, policy, publishes_events=True, follows_hints=follows_hints
-        )
+        self.manager = OffloadedTiers(tiers, mover, names, shape, policy, True, follows_hints, mode)
         assert isinstance(tiers.cache, LocalBlockCache)
         self.ladder = tiers.cache.ladder
         self.costs = self.ladder._transfers._costs
@@ -160,6 +159,17 @@ class Scheduler:
 @pytest.fixture
 def scheduler() -> Scheduler:
     return Scheduler()
+
+
+@pytest.mark.parametrize("mode", CacheMode)
+def test_an_engine_stores_and_loads_what_its_mode_says(mode: CacheMode) -> None:
+    scheduler = Scheduler(mode=mode)
+    scheduler.serve("first", KEYS[:2])
+    num_used = scheduler.manager.cache.usage()[HOST].num_used
+    assert num_used == (2 if mode.stores else 0)
+    state = scheduler.manager.state_of(scheduler.request("again", KEYS[:2]).req_id)
+    found = scheduler.manager.num_to_load(state, 0, 3 * STEP, lambda: 2 * STEP)
+    assert found == (2 * STEP if mode.loads else 0)
 
 
 def test_write_that_hangs_is_not_waited_for(scheduler: Scheduler) -> None:

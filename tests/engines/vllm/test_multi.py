@@ -105,6 +105,15 @@ def _statistics(half: Any) -> Any:
     return sent.kv_connector_stats
 
 
+@pytest.mark.parametrize("setting", [{"mode": "save_only"}, {"recompute_failed_loads": False}])
+def test_an_operators_policy_for_failed_loads_stays_where_kvtier_leaves_it(
+    config: VllmConfig, setting: dict[str, object]
+) -> None:
+    ours = connector(host_capacity="1MiB", **setting)
+    make_half(config, multi(ours)).shutdown()
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+
+
 @pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
 def test_statistics_are_shown_and_failed_loads_are_computed(
     config: VllmConfig, tmp_path: Path, inside: list[str]

@@ -7,9 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +19,13 @@ from kvtier.connectors.vllm.shared.fronts import OFFLOADING, OWN, front_named
 from kvtier.observe.specs import VLLM_OWN
 from tests.engines.vllm.engines import (
     BLOCK,
-    ENVIRONMENT,
-    MODEL,
-    NUM_BLOCKS,
     connector,
     multi,
     own_connector,
     prompt,
 )
-from tests.kit.servers import free_port
+from tests.engines.vllm.servers import serving
 
-START_S = 600
 FRONT = front_named(os.environ.get("KVTIER_CONNECTOR", "auto"))
 TELLS_STORES = {
     OFFLOADING.connector: ("vllm:kv_offload_store_bytes_total", ""),
@@ -48,42 +41,6 @@ def _printed(tmp_path: Path) -> list[str]:
     command += ["--disk-path", str(tmp_path), "--disk-capacity", "64MiB"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return shlex.split(printed)
-
-
-@contextmanager
-def _server(tmp_path: Path, connects: list[str], **variables: str) -> Iterator[httpx.Client]:
-    """Run the server. connects: vLLM's options for its connector. variables: its environment."""
-    port = str(free_port())
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
-    command += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager"]
-    command += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "4096"]
-    command += ["--enable-prompt-tokens-details", "--served-model-name", "tiny"]
-    command += connects
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, **variables},
-        )
-        try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-                _wait(client, process, tmp_path / "log")
-                yield client
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def _wait(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + START_S
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            if client.get("/health").is_success:
-                return
-        except httpx.TransportError:
-            time.sleep(0.5)
-    pytest.fail(f"the server does not answer:\n{log.read_text()[-3000:]}")
 
 
 def _ask(client: httpx.Client, seed: int, **headers: str) -> tuple[int, Any]:
@@ -121,7 +78,7 @@ def _check_dashboard(client: httpx.Client) -> None:
 
 @pytest.mark.timeout(900)
 def test_hits_show_in_usage_and_metrics(tmp_path: Path) -> None:
-    with _server(tmp_path, _printed(tmp_path)) as client:
+    with serving(tmp_path, _printed(tmp_path)) as client:
         cold = [_ask(client, seed) for seed in range(12)]  # 84 blocks in 64
         again = [_ask(client, seed) for seed in range(12)]
         metrics = _metrics(client)
@@ -147,11 +104,11 @@ def test_data_parallel_replicas_find_after_a_restart_what_each_has_stored(tmp_pa
     cores = sorted(os.sched_getaffinity(0))
     bound = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
     placed = [(seed, {"X-data-parallel-rank": str(seed % 2)}) for seed in range(4)]
-    with _server(tmp_path, options, **bound) as client:
+    with serving(tmp_path, options, **bound) as client:
         assert [_ask(client, seed, **rank)[0] for seed, rank in placed] == [0] * 4
         warm = [_ask(client, seed, **rank) for seed, rank in placed]
         assert [cached for cached, _ in warm] == [6 * BLOCK] * 4
-    with _server(tmp_path, options, **bound) as client:
+    with serving(tmp_path, options, **bound) as client:
         assert [_ask(client, seed, **rank) for seed, rank in placed] == warm
         (seed, _), *_ = placed
         assert _ask(client, seed, **{"X-data-parallel-rank": "1"})[0] == 0, "tiers of its own"
@@ -181,7 +138,7 @@ def test_multi_connector_serves_and_tells_its_statistics(
     tmp_path: Path, inside: list[dict[str, Any]]
 ) -> None:
     connects = ["--kv-transfer-config", json.dumps(multi(*inside))]
-    with _server(tmp_path, connects) as client:
+    with serving(tmp_path, connects) as client:
         cold = [_ask(client, seed) for seed in range(12)]  # 84 blocks in 64
         again = [_ask(client, seed) for seed in range(12)]
         metrics = _metrics(client)

@@ -15,6 +15,7 @@ from kvtier.core.config import (
     HostConfig,
     KeyConfig,
     LoadConfig,
+    ModeConfig,
     NodeClientConfig,
     PolicyConfig,
     RequestConfig,
@@ -161,7 +162,9 @@ class ConnectorSettings(RequestConfig, LoadConfig, KeyConfig, DiskSafetyConfig):
 
 
 @dataclass(frozen=True)
-class StoreSettings(ConnectorSettings, ShardConfig, PolicyConfig, CodingConfig, NodeClientConfig):
+class StoreSettings(
+    ConnectorSettings, ModeConfig, ShardConfig, PolicyConfig, CodingConfig, NodeClientConfig
+):
     """Settings of connectors with shared stores and an eviction policy."""
 
     def __post_init__(self) -> None:

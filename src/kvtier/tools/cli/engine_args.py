@@ -15,6 +15,7 @@ from kvtier.core.config import (
     DiskConfig,
     HostConfig,
     LoadConfig,
+    ModeConfig,
     NodeClientConfig,
     PolicyConfig,
     RequestConfig,
@@ -38,6 +39,7 @@ AsJson = Annotated[
 class EngineSettings(
     RequestConfig,
     LoadConfig,
+    ModeConfig,
     StageConfig,
     PolicyConfig,
     CodingConfig,
@@ -59,6 +61,7 @@ SETTINGS: Final = (
     "encryption_key",
     "node",
     "node_tenant",
+    "mode",
     "eviction_policy",
     "record",
     "record_max_bytes",

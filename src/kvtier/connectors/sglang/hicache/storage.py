@@ -235,7 +235,11 @@ class KvtierStorage(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        return self._slab().calls.num_found(page_keys(keys), len(_before(extra_info)))
+        return self._num_found(page_keys(keys), len(_before(extra_info)))
+
+    def _num_found(self, keys: list[bytes], num_before: int = 0) -> int:
+        calls = self._slab().calls
+        return calls.num_found(keys, num_before) if self._settings.mode.loads else 0
 
     def batch_get_v1(
         self,
@@ -265,6 +269,8 @@ class KvtierStorage(HiCacheStorage):
         is_load: bool,
     ) -> list[bool]:
         """Load or store pages; return for each whether it was moved. Measure the call."""
+        if not is_load and not self._settings.mode.stores:
+            return [True] * len(keys)  # SGLang would log a warning for every page that was not
         move = slab.calls.load if is_load else slab.calls.store
         began_s = time.perf_counter()
         are_moved = move(page_keys(keys), pages, page_keys(_before(extra_info)))
@@ -288,7 +294,7 @@ class KvtierStorage(HiCacheStorage):
     ) -> PoolTransferResult:
         slabs = self._opened()
         names, num_before = page_keys(keys), len(_before(extra_info))
-        num_pages = slabs[KV].calls.num_found(names, num_before)
+        num_pages = self._num_found(names, num_before)
         sides: dict[str, list[int]] = {}
         for transfer in pool_transfers or []:
             name, slab = str(transfer.name), slabs.get(str(transfer.name))
@@ -345,7 +351,7 @@ class KvtierStorage(HiCacheStorage):
     # -- the same calls for pages in tensors of their own ------------------------------------------
 
     def exists(self, key: str) -> bool:
-        return self._slab().calls.num_found(page_keys([key])) == 1
+        return self._num_found(page_keys([key])) == 1
 
     def get(
         self,

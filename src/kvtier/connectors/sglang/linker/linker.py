@@ -223,6 +223,9 @@ class KvtierLinker(UnifiedCacheLinker):
             return []
         keys = page_keys(next(pool.keys for pool in transfers if pool.name == PoolName.KV))
         self.asking.look_up(keys)
+        if not self._settings.mode.loads:
+            self._remember(keys, prompt.num_cached // self._page_size)
+            return []
         found = {
             name: linked.cache.lookup(keys, has_gaps=name != KV)
             for name, linked in self._linked.items()
@@ -278,6 +281,8 @@ class KvtierLinker(UnifiedCacheLinker):
         if not (wanted := _with_pages(transfers)):
             return False
         self._offloads.append(offload := Offload())
+        if not self._settings.mode.stores:
+            return True  # it ends as one for whose pages there was no room
         try:
             with self._after_forward():
                 depths: dict[bytes, int] = {}

@@ -26,6 +26,7 @@ from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.pages import layer_sizes, tell_pages
 from kvtier.connectors.vllm.shared.rank_weights import model_of_caller
 from kvtier.connectors.vllm.shared.recording import RequestRecording
+from kvtier.connectors.vllm.shared.settings import set_failure_policy
 from kvtier.connectors.vllm.shared.shards import division_of, layout_of, shards_of
 from kvtier.connectors.vllm.shared.step import DueRequests
 from kvtier.connectors.vllm.shared.worker import TierWorker
@@ -76,8 +77,7 @@ class KvtierConnector(KVConnectorBase_V1):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        # A copy that failed is recomputed; vLLM's own default is to fail the request.
-        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        set_failure_policy(vllm_config.kv_transfer_config)
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._sizes = Sizes(facts_of(vllm_config, kv_cache_config), extra)

@@ -115,9 +115,7 @@ class SchedulerHalf:
         self._stores: list[PageJob] = []
         self._finishing: list[str] = []
         self._waits = False
-        cache = manager.cache
-        wait = cache.wait if cache.learns else None
-        self._queued = QueuedRequests(self._hashes_per_block, GROUP, wait)
+        self._queued = QueuedRequests(self._hashes_per_block, GROUP, manager.wait)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -156,7 +154,7 @@ class SchedulerHalf:
         if request.skip_reading_prefix_cache:
             return 0
         is_early = self.manager.names.needs_layout and self.manager.has_storage
-        if is_early and not tracked.state.request.is_transferred:
+        if is_early and self.manager.looks_up(tracked.state):
             return None  # the ranks report their layout in the first step
         self._hash(tracked)
         limits = tracked.state.request.limits

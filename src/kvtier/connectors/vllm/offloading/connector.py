@@ -45,6 +45,7 @@ from kvtier.connectors.vllm.shared.rank_weights import model_of_caller
 from kvtier.connectors.vllm.shared.recording import record_settings
 from kvtier.connectors.vllm.shared.registry import CONNECTOR_NAME
 from kvtier.connectors.vllm.shared.request_state import RequestState
+from kvtier.connectors.vllm.shared.settings import set_failure_policy
 from kvtier.connectors.vllm.shared.shards import division_of, shards_of
 from kvtier.connectors.vllm.shared.step import DueRequests, QueuedRequests, prefill_pieces
 from kvtier.connectors.vllm.standalone.settings import engine_of
@@ -124,9 +125,7 @@ class KvtierOffloadingConnector(RecordedConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        # A copy that failed is recomputed; vLLM's own default is to fail the request. Inside a
-        # MultiConnector this is a copy of the configuration: see multi.py.
-        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        set_failure_policy(vllm_config.kv_transfer_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._loading: dict[int, str] = {}
         self._steps: list[int] = []
@@ -137,12 +136,12 @@ class KvtierOffloadingConnector(RecordedConnector):
         self._has_news = True  # statistics or events, in the scheduler's process
         if not self.connector_scheduler:
             return
-        cache, config = self._manager.cache, self.scheduler.config
+        config = self.scheduler.config
         group = config.kv_group_configs[0]
         self._queued = QueuedRequests(
             group.tokens_per_chunk // config.tokens_per_hash,
             group.group_idx,
-            cache.wait if cache.learns else None,
+            self._manager.wait,
         )
         self._adapters = begin_serving(self, self._manager, vllm_config, kv_cache_config)
 

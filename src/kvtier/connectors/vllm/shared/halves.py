@@ -113,6 +113,7 @@ class Sizes:
             LoadPolicy(settings.load_policy),
             facts.publishes_events,
             settings.client_hints != ClientHints.OFF,
+            settings.mode,
         )
 
     def _make_mover(self) -> RankMover:

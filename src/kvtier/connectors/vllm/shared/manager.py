@@ -18,9 +18,10 @@ from kvtier.connectors.vllm.shared.new_weights import NEW_WEIGHTS
 from kvtier.connectors.vllm.shared.promotion import Promotion
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks, Shape, depth
 from kvtier.connectors.vllm.shared.request_state import Advice, RequestState, Way
+from kvtier.connectors.vllm.shared.step import Tell
 from kvtier.connectors.vllm.shared.tiers import EngineTiers
 from kvtier.core.hints import HintOutcome
-from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
+from kvtier.core.types import DEVICE, DISK, HOST, CacheMode, LoadPolicy
 from kvtier.observe import specs
 from kvtier.plan import StepClock
 
@@ -39,7 +40,7 @@ class TierManager:
     Used on the scheduler's thread.
 
     tiers: cache of the engine's blocks. mover: gives orders to the ranks, and takes their reports.
-    follows_hints: those of clients count.
+    follows_hints: those of clients count. mode: whether requests load, and store.
 
     Attributes:
         describer: describes blocks to a node; None without one.
@@ -54,8 +55,10 @@ class TierManager:
         policy: LoadPolicy,
         publishes_events: bool,
         follows_hints: bool = True,
+        mode: CacheMode = CacheMode.BOTH,
     ) -> None:
         self._follows_hints = follows_hints
+        self._mode = mode
         self.describer: NodeDescriber | None = None
         self.names = names
         self.counts = Counts()
@@ -80,6 +83,11 @@ class TierManager:
     def has_storage(self) -> bool:
         """Whether blocks may be kept outside of this engine."""
         return self._tiers.is_shared or bool(self.cache.storages)
+
+    @property
+    def wait(self) -> Tell | None:
+        """Reports to the policy which blocks vLLM's queue will need; None if it learns nothing."""
+        return self.cache.wait if self.cache.learns and self._mode.loads else None
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -119,7 +127,7 @@ class TierManager:
         state.scope.doubts &= ~Doubt.WEIGHTS
         if self._is_pool_old and num_computed > 0:
             state.scope.doubts |= Doubt.WEIGHTS
-        if state.request.is_transferred:  # vLLM asks all connectors, and takes the first hit
+        if not self.looks_up(state):
             state.begin_look_up(num_computed)
             return 0
         while True:
@@ -134,6 +142,10 @@ class TierManager:
                     return None
                 case Advice.COMPUTE:
                     return 0
+
+    def looks_up(self, state: RequestState) -> bool:
+        """Whether a request may load. vLLM asks all its connectors, and takes the first hit."""
+        return self._mode.loads and not state.request.is_transferred
 
     def find(self, key: bytes, state: RequestState) -> BlockState:
         """Look up a block for a request, and return its state as the request may use it.
@@ -222,6 +234,8 @@ class TierManager:
 
     def begin_store(self, keys: Collection[bytes], state: RequestState | None) -> Reserved | None:
         """Reserve slots for those of a request's blocks that are new. None if there is no room."""
+        if not self._mode.stores:
+            return Reserved((), (), [])
         if state is None:
             return self.cache.reserve(keys)
         return self._reserve(self._kept(keys, state), state)
@@ -233,6 +247,8 @@ class TierManager:
 
         wanted: blocks of each request. Returns what ``begin_store`` returns for each.
         """
+        if not self._mode.stores:
+            return [Reserved((), (), [])] * len(wanted)
         kept = [self._kept(keys, state) for keys, state in wanted]
         reserved = self.cache.reserve([key for keys in kept for key in keys])
         if reserved is None:  # there may be room for some

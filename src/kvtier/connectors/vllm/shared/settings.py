@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtier.connectors.common.settings import HostSettings
 from kvtier.core.config import SIZE, StageConfig, setting
 from kvtier.core.types import ClientHints, Direct
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,12 @@ class VllmSettings(HostSettings, StageConfig):
         ClientHints.ON, "Whether hints in a request's kv_transfer_params count: on or off."
     )
 
+    recompute_failed_loads: bool = setting(
+        True,
+        "Whether vLLM computes what a connector could not load, kvtier or another one beside it. "
+        "false leaves vLLM's kv_load_failure_policy as it is; by default it fails the request.",
+    )
+
     def __post_init__(self) -> None:
         HostSettings.__post_init__(self)
         if self.storage_stages < 0:
@@ -60,3 +69,14 @@ class VllmSettings(HostSettings, StageConfig):
     @property
     def bytes_per_s(self) -> int:
         return self.size("disk_bytes_per_s")
+
+
+def set_failure_policy(config: KVTransferConfig) -> None:
+    """Have vLLM compute what could not be loaded, unless kvtier never loads or is not to ask.
+
+    vLLM's scheduler has one policy for all connectors, and by default fails the request. Inside a
+    MultiConnector ``config`` is a copy: see ``RecomputingMulti``.
+    """
+    settings = VllmSettings.read(config.kv_connector_extra_config)
+    if settings.mode.loads and settings.recompute_failed_loads:
+        config.kv_load_failure_policy = "recompute"
