@@ -71,3 +71,6 @@ class SlowConnector(FaultyConnector):
     """``"kv_connector": "SlowConnector"``."""
 
     copies = SlowStores
+
+
+SlowConnector.__name__ = KvtierConnector.__name__
