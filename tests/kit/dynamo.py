@@ -48,7 +48,12 @@ class DynamoIndexer:
         return self._log.read_text()
 
     def register(
-        self, engine: int, endpoints: Sequence[str], block_size: int, rank: int = 0
+        self,
+        engine: int,
+        endpoints: Sequence[str],
+        block_size: int,
+        rank: int = 0,
+        model: str = "model",
     ) -> None:
         """Let it subscribe to an engine's events. endpoints: of events, and of their replay.
 
@@ -60,7 +65,7 @@ class DynamoIndexer:
             instance_id=engine,
             endpoint=events,
             replay_endpoint=replay,
-            model_name="model",
+            model_name=model,
             block_size=block_size,
             dp_rank=rank,
         )
@@ -68,10 +73,12 @@ class DynamoIndexer:
         num = self._num_registered
         wait_until(lambda: self.log.count("Replay socket connected") == num, "it subscribes")
 
-    def found(self, prompt: Sequence[int], salt: str = "") -> dict[int, dict[str, int]]:
+    def found(
+        self, prompt: Sequence[int], salt: str = "", model: str = "model"
+    ) -> dict[int, dict[str, int]]:
         """Return the tokens of a prompt that each engine has in each tier."""
         salted = {"cache_salt": salt} if salt else {}
-        answer = self._post("query", token_ids=list(prompt), model_name="model", **salted)
+        answer = self._post("query", token_ids=list(prompt), model_name=model, **salted)
         tiers = ("gpu", "cpu", "disk")
         return {
             int(engine): {tier: known[tier] for tier in tiers if known[tier]}

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.config.kv_events import KVEventsConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
 
+from kvtier.connectors.vllm.shared.prompt import group_key
+from kvtier.serve.engine import SamplingParams as OneToken
+from tests.engines.routers.test_dynamo import SALTS
+from tests.engines.routers.test_dynamo import engine as server
+from tests.engines.routers.test_dynamo import held as held_by_server
 from tests.engines.vllm.engines import (
     BLOCK,
     Connects,
@@ -18,7 +29,7 @@ from tests.engines.vllm.engines import (
     run,
 )
 from tests.kit.dynamo import DynamoIndexer, needs_routers
-from tests.kit.nodes import running
+from tests.kit.nodes import NodeProcess, running
 from tests.kit.servers import free_ports
 from tests.kit.waiting import wait_until
 
@@ -126,3 +137,75 @@ def test_an_indexer_knows_what_a_node_holds_for_its_engine(
             assert not places(2, "tenant")
             node.control.post("/clear", room="", memory_only=False, timeout_s=10.0)
             wait_until(lambda: not places(5, instance=2), "removals are known")
+
+
+def held_by_node(node: NodeProcess, tokens: list[int], salt: str) -> dict[str, int]:
+    """Return how many tokens of a prompt lie in a node's memory, and in it or on its disk."""
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    salted = Request(
+        "1", tokens, SamplingParams(), None, cache_salt=salt or None, block_hasher=hasher
+    )
+    keys = [group_key(bytes(each), 0).hex() for each in salted.block_hashes]
+    if not keys:
+        return {}
+    found = node.control.post("/lookup", room="", keys=keys, timeout_s=1.0)
+    places = {"cpu": found["in_memory"] * BLOCK, "disk": found["found"] * BLOCK}
+    return {name: num for name, num in places.items() if num}
+
+
+@pytest.mark.timeout(900)
+def test_an_indexer_finds_server_or_node_tier_and_length_of_random_prompts_with_salts(
+    tmp_path: Path,
+) -> None:
+    """Two servers of kvtier and a vLLM over a node, whose tiers all evict."""
+    init_none_hash(sha256)
+    ports = [f"tcp://127.0.0.1:{port}" for port in free_ports(2)]
+    options = (
+        "--events=" + ",".join(ports),
+        f"--disk-path={tmp_path / 'disk'}",
+        "--disk-capacity=32MiB",
+    )
+    with ExitStack() as stack:
+        node = stack.enter_context(running(tmp_path, *options, segments=24))
+        servers = [stack.enter_context(server(tmp_path / str(at))) for at in range(2)]
+        indexer = stack.enter_context(DynamoIndexer(tmp_path))
+        config = own_connector(node=str(node.socket), node_deadline_s=1.0)
+        llm = stack.enter_context(engine(config, num_gpu_blocks_override=20, max_model_len=2048))
+        for at, made in enumerate(servers):
+            assert made._publisher is not None
+            indexer.register(at, made._publisher.endpoints, BLOCK)
+        # Below the device it finds equal tokens of workers of one model only by equal hashes.
+        indexer.register(2, ports, BLOCK, model="of vLLM")
+        chosen, asked = random.Random(2), []
+        beginnings = [[chosen.randrange(10, 250) for _ in range(4 * BLOCK)] for _ in range(8)]
+        for _ in range(200):
+            begins = chosen.choice(beginnings)[: chosen.randrange(1, 9) * BLOCK // 2]
+            tokens = begins + [chosen.randrange(10, 250) for _ in range(chosen.randrange(BLOCK))]
+            asked.append((chosen.randrange(3), tokens, chosen.choice(SALTS)))
+        for worker, tokens, salt in asked:
+            if worker < 2:
+                servers[worker].submit(tokens, OneToken(max_tokens=1), salt=salt).result(60)
+            else:
+                salted: Any = {"prompt_token_ids": tokens}
+                run(llm, salted | ({"cache_salt": salt} if salt else {}))
+        assert all(made.drain() for made in servers)
+
+        def held(tokens: list[int], salt: str) -> list[dict[str, int]]:
+            by_server = [held_by_server(made, tokens, salt) for made in servers]
+            return [*by_server, held_by_node(node, tokens, salt)]
+
+        def differences() -> list[object]:
+            found: list[object] = []
+            for _, tokens, salt in asked:
+                answer = indexer.found(tokens, salt) | indexer.found(tokens, salt, "of vLLM")
+                there = held(tokens, salt)
+                known = [answer.get(worker, {}) for worker in range(3)]
+                if known != there:
+                    found.append((salt, known, there))
+            return found
+
+        wait_until(lambda: not differences(), "the indexer knows what is where")
+        of_node = [held(tokens, salt)[2] for _, tokens, salt in asked]
+        for name in "cpu", "disk":
+            assert any(known.get(name) for known in of_node)
+            assert any(not known.get(name) for known in of_node), f"{name} evicts"

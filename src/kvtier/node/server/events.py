@@ -233,7 +233,7 @@ def _event(blocks: Sequence[_Block]) -> Event:
     facts, parent = blocks[0].facts, blocks[0].parent
     tokens = np.frombuffer(b"".join(block.tokens for block in blocks), TOKEN_DTYPE).tolist()
     hashes = [one for block in blocks for one in _hashes(block)]
-    extra_keys = _extra_keys(facts.extra_keys)
+    extra_keys = _extra_keys(facts.extra_keys)[blocks[0].at : blocks[0].at + len(hashes)]
     return {
         **stored(
             hashes,
@@ -244,7 +244,7 @@ def _event(blocks: Sequence[_Block]) -> Event:
         ),
         "lora_id": facts.lora_id,
         "lora_name": facts.lora_name,
-        "extra_keys": extra_keys[blocks[0].at : blocks[0].at + len(hashes)] or None,
+        "extra_keys": extra_keys if any(extra_keys) else None,
         "group_idx": facts.group,
         "kv_cache_spec_kind": facts.kind,
     }
