@@ -26,6 +26,7 @@ BROUGHT = {
         for page in sorted(ROOT.glob("benchmarks/*/README.md"))
     },
     "examples/file_store/README.md": "file_store.md",
+    "examples/router/README.md": "router.md",
     "README.md": "index.md",
 }
 """Files of the repository that are pages, too; README stands for the page that begins like it."""

@@ -209,7 +209,7 @@ def _options(words: Sequence[str], contract: Contract) -> Iterator[tuple[str, st
 
 
 def _check_module(module: str, words: Sequence[str]) -> None:
-    if module.startswith(("pip", "http.server")):
+    if module.startswith(("pip", "http.server", "dynamo.", "sglang_router.")):
         return
     if module == "pytest":
         _check_pytest(words)
