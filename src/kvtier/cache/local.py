@@ -408,9 +408,10 @@ class LocalBlockCache(BlockCache):
         return [self._tiers[tier] for tier in self.slots.sources[as_array(slots)].tolist()]
 
     def on_request(self, keys: Iterable[bytes]) -> None:
-        prompt = list(keys)
-        self._index.on_request(prompt, self._clock())
-        self._actions.came(b"", prompt)
+        if self._actions.has_prefetches:
+            keys = list(keys)
+            self._actions.came(b"", keys)
+        self._index.on_request(keys, self._clock())
 
     def continues(self, keys: Iterable[bytes], last_key: bytes) -> None:
         self._index.continues(keys, last_key)
