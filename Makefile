@@ -162,10 +162,12 @@ test-vllm-version:
 	$(MAKE) vllm-tests VLLM_TESTS="$(VLLM_ANY)"
 	$(BIN)/python -m scripts.engine_versions record vllm-$(VLLM) $(VLLM_REPORT)
 
-# A part of them under the oldest one that runs on a torch for the CPU, by the own connector.
+# A part of them under the oldest one that runs on a torch for the CPU, by the own connector; and
+# prefill and decode servers under another one.
 test-vllm-older:
 	$(MAKE) vllm-tests VLLM=0.27.1 \
 		VLLM_TESTS="tests/engines/vllm/test_contract.py tests/engines/vllm/test_versions.py::test_hit_in_host_memory_has_the_bits_of_vllms_own"
+	$(MAKE) vllm-tests VLLM=0.28.0 VLLM_TESTS=tests/engines/vllm/test_prefill_decode.py
 
 test-vllm-all: scan-engines
 	for version in $(VLLM_VERSIONS); do $(MAKE) test-vllm-version VLLM=$$version || exit 1; done

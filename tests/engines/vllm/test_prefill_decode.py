@@ -7,7 +7,7 @@ with those of a vLLM without connectors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,18 +80,28 @@ def _until_on_disk(pair: PrefillDecode, num: int) -> None:
     wait_until(are_there, f"{num} blocks are on disk")
 
 
-def _until_found(saves: VllmServer, loads: VllmServer) -> None:
-    """Wait until a server finds the last prompt that another one has stored for it.
+def _once_loaded(
+    ask: Callable[[list[int]], tuple[Reply, ...]],
+    tokens: list[int],
+    loads: VllmServer,
+    saves: VllmServer,
+) -> tuple[Reply, ...]:
+    """Return the answers to a prompt, once the first of them was loaded from a store or a node.
 
-    Stores end with a step. A block that was missing is not looked up again for a while.
+    Stores end with a step of the server that saves. A block that was missing is not looked up again
+    for seconds, and an answer that is late serves the next request.
     """
+    found: list[tuple[Reply, ...]] = []
 
-    def is_found() -> bool:
+    def is_loaded() -> bool:
         saves.ask([1, 2, 3], max_tokens=1)
+        saves.reset_pool()
         loads.reset_pool()
-        return loads.ask(TOKENS[FEW - 1]).num_cached == HIT
+        found.append(ask(tokens))
+        return found[-1][0].num_cached == HIT
 
-    wait_until(is_found, "the last block has arrived")
+    wait_until(is_loaded, "the prompt was loaded")
+    return found[-1]
 
 
 @needs_nixl
@@ -164,11 +174,10 @@ def test_a_prefill_server_loads_what_a_decode_server_saves(
     with prefill_decode(tmp_path, over_nixl(NIXL, loads), over_nixl(NIXL, saves)) as pair:
         replies = [pair.ask(tokens) for tokens in TOKENS[:FEW]]
         assert _answers(decoded for _, decoded in replies) == without["cold"]
-        _until_found(pair.decode, pair.prefill)
-        pair.reset_pools()
-        replies = [pair.ask(tokens) for tokens in TOKENS[:FEW]]
-        assert [prefilled.num_cached for prefilled, _ in replies] == [HIT] * FEW
-        assert _answers(decoded for _, decoded in replies) == without["warm"]
+        loaded = [
+            _once_loaded(pair.ask, tokens, pair.prefill, pair.decode) for tokens in TOKENS[:FEW]
+        ]
+        assert _answers(decoded for _, decoded in loaded) == without["warm"]
         pair.decode.reset_pool()
         assert pair.decode.ask(TOKENS[0]).num_cached == 0
 
@@ -195,11 +204,15 @@ def test_kvtier_is_the_only_medium_between_two_servers(
     with prefill_decode(tmp_path, saves, loads) as pair:
         replies = [pair.prefill.ask(tokens) for tokens in TOKENS[:FEW]]
         assert _answers(replies) == _answers(cold)
-        _until_found(pair.prefill, pair.decode)
-        pair.reset_pools()
-        replies = [pair.decode.ask(tokens) for tokens in TOKENS[:FEW]]
-        assert [reply.num_cached for reply in replies] == [HIT] * FEW
-        assert _answers(replies) == _answers(warm)
+
+        def decode(tokens: list[int]) -> tuple[Reply, ...]:
+            return (pair.decode.ask(tokens),)
+
+        loaded = [
+            _once_loaded(decode, tokens, pair.decode, pair.prefill) for tokens in TOKENS[:FEW]
+        ]
+        assert _answers(reply for (reply,) in loaded) == _answers(warm)
+        pair.prefill.reset_pool()
         assert pair.prefill.ask(TOKENS[0]).num_cached == 0, "it loads nothing"
 
 
