@@ -187,6 +187,7 @@ SGLANG_SETTINGS := $(if $(filter 0.5.14 0.5.15 0.5.16 0.5.17,$(SGLANG)),KVTIER_T
 SGLANG_ANY := $(addprefix tests/engines/sglang/test_,storage.py server.py::test_pages_come_back_after_a_flush_and_after_a_kill[storage-mha-1])
 SGLANG_REPORT := build/sglang-$(SGLANG).xml
 SGLANG_QUICK := $(addprefix tests/engines/sglang/test_,contract.py cpu_copies.py storage.py linker.py policy.py device_pools.py tier_events.py \
+	hints.py::test_actions_are_carried_out_and_counted[linker] \
 	any_size.py::test_every_size_loads_what_every_other_size_has_stored any_size.py::test_ranks_share_a_bucket \
 	record.py::test_a_recording_replays_to_the_hits_of_sglangs_tree server.py::test_pages_come_back_after_a_flush_and_after_a_kill[linker-mha-1])
 

@@ -220,7 +220,11 @@ METRICS = (
         `model_name` and `engine`, too.""",
         specs.UNDER_VLLM,
     ),
-    ("Under SGLang", "Beside those of the cache.", (specs.SGLANG_RECORDED_REQUESTS,)),
+    (
+        "Under SGLang",
+        "Beside those of the cache.",
+        (specs.SGLANG_HINT_ACTIONS, specs.SGLANG_RECORDED_REQUESTS),
+    ),
 )
 
 

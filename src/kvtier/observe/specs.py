@@ -453,8 +453,9 @@ SHARED_WITH_VLLM = {
 """vLLM's metric by the cache's."""
 UNDER_VLLM = _named(f"{VLLM_PREFIX}{PREFIX}")
 
-# kvtier under SGLang: the cache's metrics, and this one.
+# kvtier under SGLang: the cache's metrics, and these.
 
+SGLANG_HINT_ACTIONS = _counter("sglang:kvtier_hint_actions_total", _HINTS, "action")
 SGLANG_RECORDED_REQUESTS = _counter("sglang:kvtier_recorded_requests_total", _RECORDED, "outcome")
 
 # Metrics of vLLM 0.32 itself that the live page, ``kvtier top`` and the dashboard show.
@@ -529,4 +530,4 @@ SGLANG_TIME_TO_FIRST_TOKEN_SECONDS = _histogram(
 SGLANG_E2E_REQUEST_LATENCY_SECONDS = _histogram(
     "sglang:e2e_request_latency_seconds", "Time to the end of an answer."
 )
-SGLANG_OWN = tuple(spec for spec in _named("sglang:") if spec is not SGLANG_RECORDED_REQUESTS)
+SGLANG_OWN = tuple(spec for spec in _named("sglang:") if "kvtier" not in spec.name)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 import kvtier
 from tests.kit.servers import free_port
@@ -126,7 +127,14 @@ class Server:
         self.log = log
         self._url = f"http://127.0.0.1:{port}"
 
-    def ask(self, prompt: Sequence[int], num_tokens: int = 8, salt: str | None = None) -> Answer:
+    def ask(
+        self,
+        prompt: Sequence[int],
+        num_tokens: int = 8,
+        salt: str | None = None,
+        hints: object = None,
+    ) -> Answer:
+        """Return the answer to a prompt. hints: an orchestrator's ``kv_hints``."""
         sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
         body: Any = {
             "input_ids": list(prompt),
@@ -134,6 +142,7 @@ class Server:
             "return_logprob": True,
             "top_logprobs_num": 5,
             "cache_salt": salt,
+            "kv_hints": hints,
         }
         answer = requests.post(f"{self._url}/generate", json=body, timeout=ANSWER_S)
         answer.raise_for_status()
@@ -146,6 +155,12 @@ class Server:
             about["cached_tokens"],
             details.get("storage", 0),
         )
+
+    def metrics(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """Return the labels and values of a metric."""
+        text = requests.get(f"{self._url}/metrics", timeout=ANSWER_S).text
+        samples = (it for family in text_string_to_metric_families(text) for it in family.samples)
+        return [(sample.labels, sample.value) for sample in samples if sample.name == name]
 
     def flush(self) -> None:
         """Empty device and host memory; storage stays."""

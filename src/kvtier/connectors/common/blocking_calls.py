@@ -18,6 +18,7 @@ from kvtier.cache.local import LocatedBlocks
 from kvtier.cache.storage_only import StorageJob, StorageOnlyCache
 from kvtier.connectors.common.names import block_key
 from kvtier.core.errors import TierError
+from kvtier.core.hints import Hint
 from kvtier.core.types import NO_BLOCK
 from kvtier.index.policies.replayed import LRU
 from kvtier.index.selection import select
@@ -159,6 +160,11 @@ class BlockingCalls:
         """
         with self._lock:
             self.cache.on_request(keys)
+
+    def hint(self, keys: Sequence[bytes], hint: Hint) -> None:
+        """Apply a client's hint to the blocks of a prompt that was reported."""
+        with self._lock:
+            self.cache.hint(keys, hint, self._block_tokens)
 
     def take_changes(self) -> list[Change]:
         """Return the blocks that entered or left storage since the last call. Never waits."""
@@ -414,6 +420,9 @@ class SlabReads:
     """Only the slab's owner reports requests to its policy."""
 
     def on_request(self, keys: Sequence[bytes]) -> None:
+        """Do nothing: the slab's owner gets the same call."""
+
+    def hint(self, keys: Sequence[bytes], hint: Hint) -> None:
         """Do nothing: the slab's owner gets the same call."""
 
     def take_changes(self) -> list[Change]:

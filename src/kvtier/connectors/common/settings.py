@@ -27,7 +27,7 @@ from kvtier.core.config import (
 )
 from kvtier.core.errors import ConfigError
 from kvtier.core.system.user_paths import check_socket, user_path
-from kvtier.core.types import LoadPolicy
+from kvtier.core.types import ClientHints, LoadPolicy
 from kvtier.index.policies.replayed import POLICIES
 from kvtier.observe.recording import LEAST_BYTES
 from kvtier.tiers.disk import DiskOptions
@@ -166,6 +166,10 @@ class StoreSettings(
     ConnectorSettings, ModeConfig, ShardConfig, PolicyConfig, CodingConfig, NodeClientConfig
 ):
     """Settings of connectors with shared stores and an eviction policy."""
+
+    client_hints: ClientHints = setting(
+        ClientHints.ON, "Whether hints in requests count: on or off."
+    )
 
     def __post_init__(self) -> None:
         ConnectorSettings.__post_init__(self)

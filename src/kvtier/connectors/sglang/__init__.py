@@ -17,6 +17,7 @@ Both:
     identity.py          facts that must agree before two processes share a page; names.py
     ranks.py             this rank: its capacities, folders and metrics
     prefill.py           durations of steps, for the planner, and finished requests
+    client_hints.py      reads the hints of requests
     recording.py         recorder of requests
     tier_events.py       adds the events of kvtier's tiers to SGLang's
     new_weights.py       forgets pages when SGLang replaces its weights

@@ -27,6 +27,7 @@ from kvtier.connectors.common.blocking_calls import BlockingCalls, SlabReads
 from kvtier.connectors.common.opening import open_disk, open_store
 from kvtier.connectors.sglang.copies import cpu_copies
 from kvtier.connectors.sglang.shared import new_weights, prefill
+from kvtier.connectors.sglang.shared.client_hints import HintReader
 from kvtier.connectors.sglang.shared.hooks import tell_missing
 from kvtier.connectors.sglang.shared.identity import page_keys, pool_facts
 from kvtier.connectors.sglang.shared.names import PageNames
@@ -154,6 +155,7 @@ class KvtierStorage(HiCacheStorage):
         self._recording = Recording(self._settings, self._config, page_size, replica_of())
         if self._slabs[KV].calls.learns:
             PREFETCHES.listeners.append(self._requests.append)
+        self._hints = HintReader(self._settings, self._config, self._requests.append)
         WATCH.step_listeners.append(self._observe_prefill)
         NEW_WEIGHTS.listeners.append(self)
         tell_missing(WATCH.hooks(), prefill.LOSS)
@@ -220,14 +222,17 @@ class KvtierStorage(HiCacheStorage):
         return self._slabs
 
     def _report_requests(self) -> None:
-        """Report the requests that have joined the queue to the KV pool's policy."""
+        """Report the requests that have joined the queue, and hints, to the KV pool's policy."""
         while self._requests:
             try:
                 request = self._requests.popleft()
             except IndexError:  # another thread was faster
                 return
             pages, calls = self._slabs[KV]
-            if keys := request.keys(pages.page_size):
+            keys = request.keys(pages.page_size)
+            if keys and request.hint:
+                calls.hint(keys, request.hint)
+            elif keys:
                 calls.on_request(keys)
 
     # -- called by SGLang's controller -------------------------------------------------------------
@@ -428,7 +433,8 @@ class KvtierStorage(HiCacheStorage):
             TIER_EVENTS.remove(self._take_changes)
             if self._slabs[KV].calls.learns:
                 PREFETCHES.listeners.remove(self._requests.append)
-                self._requests.clear()
+            self._hints.close()
+            self._requests.clear()
         if self._recording is not None:
             self._recording.close()
         self._names.close()

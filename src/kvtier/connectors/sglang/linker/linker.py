@@ -31,13 +31,18 @@ from kvtier.connectors.sglang.linker import scheduler_hooks
 from kvtier.connectors.sglang.linker.loading import Loading, PoolTiers
 from kvtier.connectors.sglang.linker.promotion import PromptPromotion, WaitingPrompt
 from kvtier.connectors.sglang.shared import new_weights, prefill
+from kvtier.connectors.sglang.shared.client_hints import HintReader
 from kvtier.connectors.sglang.shared.device_pools import DevicePool, find_pools
 from kvtier.connectors.sglang.shared.hooks import tell_missing
 from kvtier.connectors.sglang.shared.identity import page_keys, pool_facts
 from kvtier.connectors.sglang.shared.names import PageNames
 from kvtier.connectors.sglang.shared.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.shared.prefill import WATCH
-from kvtier.connectors.sglang.shared.prompt_reporting import PromptReporter, policy_of
+from kvtier.connectors.sglang.shared.prompt_reporting import (
+    PromptReporter,
+    QueuedRequest,
+    policy_of,
+)
 from kvtier.connectors.sglang.shared.ranks import (
     KV,
     RankConfig,
@@ -121,6 +126,7 @@ class KvtierLinker(UnifiedCacheLinker):
         self._offloads: deque[Offload] = deque()
         self._depths: dict[bytes, int] = {}
         self._recording = Recording(settings, config, self._page_size, replica_of())
+        self._hints = HintReader(settings, config, self._hint)
         WATCH.step_listeners.append(self._observe_prefill)
         NEW_WEIGHTS.listeners.append(self)
         tell_missing(WATCH.hooks(), prefill.LOSS)
@@ -198,6 +204,12 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def _take_changes(self) -> Sequence[Change]:
         return self._linked[KV].cache.take_changes()
+
+    def _hint(self, request: QueuedRequest) -> None:
+        assert request.hint is not None
+        keys = request.keys(self._page_size)
+        for linked in self._linked.values():
+            linked.cache.hint(keys, request.hint, self._page_size)
 
     # -- look-ups ----------------------------------------------------------------------------------
 
@@ -374,6 +386,7 @@ class KvtierLinker(UnifiedCacheLinker):
         NEW_WEIGHTS.listeners.remove(self)
         TIER_EVENTS.remove(self._take_changes)
         self._recording.close()
+        self._hints.close()
         self._names.close()
         is_over = self._engine.close(DRAIN_S)
         for linked in self._linked.values():

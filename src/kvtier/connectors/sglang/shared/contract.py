@@ -191,7 +191,7 @@ LINKER = Contract(
         "PoolHitPolicy": ("ALL_PAGES", "TRAILING_PAGES"),
         "PoolName": ("KV", "SWA", "MAMBA"),
         "ModelConfig": READ["ModelConfig"],
-        "Req": READ["Req"],
+        "Req": (*READ["Req"], "cache_salt", "kv_hints"),
         "ScheduleBatch": READ["ScheduleBatch"],
         "SWAKVPool": ("full_kv_pool", "layers_mapping", "start_layer", "swa_kv_pool"),
         "Scheduler": (

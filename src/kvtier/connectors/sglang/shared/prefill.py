@@ -26,6 +26,9 @@ class PrefillWatch:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.step_listeners: list[Observe] = []
+        self.begin_listeners: list[Callable[[Any, Any], None]] = []
+        """Called with each SGLang ``Req`` in a step of prefill, and SGLang's tree. Must not raise.
+        A prompt in pieces takes several steps."""
         self.end_listeners: list[Callable[[Any], None]] = []
         """Called with each SGLang ``Req`` that was computed and has finished. Must not raise."""
         self._steps = StepClock(self._tell)
@@ -41,6 +44,9 @@ class PrefillWatch:
     def _run_batch(self, run: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
         if not self.step_listeners or not batch.forward_mode.is_extend():
             return run(scheduler, batch, *rest)
+        for begun in self.begin_listeners:
+            for req in batch.reqs:
+                begun(req, scheduler.tree_cache)
         pieces = list(zip(batch.prefix_lens or (), batch.extend_lens or (), strict=False))
         step = self._steps.begin(self._clock(), pieces)
         result = run(scheduler, batch, *rest)

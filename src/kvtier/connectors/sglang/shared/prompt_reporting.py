@@ -25,6 +25,7 @@ from kvtier.connectors.common.settings import StoreSettings
 from kvtier.connectors.sglang.shared.contract import TELLING
 from kvtier.connectors.sglang.shared.hooks import Hooks, missing
 from kvtier.connectors.sglang.shared.identity import page_keys
+from kvtier.core.hints import Hint
 from kvtier.index.policies.replayed import LRU
 
 logger = logging.getLogger(__name__)
@@ -160,17 +161,19 @@ def _quietly() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """A request that joined the queue.
+    """A request that joined the queue, or a hint that its client gave.
 
     Attributes:
         before: keys of the prompt's pages that SGLang has cached.
         rest: the prompt's tokens behind these, as SGLang's ``RadixKey``.
         last: key of the last cached page; None if there is none.
+        hint: a hint to be applied to a prompt that was reported before.
     """
 
     before: Sequence[str]
     rest: Any
     last: str | None
+    hint: Hint | None = None
 
     def keys(self, page_size: int) -> list[bytes]:
         """Return the keys of all whole pages of the prompt, from its beginning."""

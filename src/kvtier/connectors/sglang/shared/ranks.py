@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from kvtier.core.errors import ConfigError
 from kvtier.observe import Metrics
+from kvtier.observe.specs import MetricSpec
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
 
 KV, SWA, MAMBA = "kv", "swa", "mamba"
 """SGLang's names of pools."""
@@ -102,8 +107,21 @@ def pool_metrics(config: RankConfig, pool: str) -> Metrics:
 
     SGLang adds up the metrics of all its processes, and all ranks count the same.
     """
-    ranks = (config.tp_rank, config.pp_rank, config.attn_cp_rank)
-    return Metrics(is_exposed=pool == KV and not any(ranks))
+    return Metrics(is_exposed=pool == KV and is_first(config))
+
+
+def is_first(config: RankConfig) -> bool:
+    """Whether a rank reports for all that share its requests."""
+    return not (config.tp_rank or config.pp_rank or config.attn_cp_rank)
+
+
+@cache
+def counter(spec: MetricSpec) -> Counter:
+    """Return the counter of a metric that SGLang's exposition includes."""
+    # Imported as late as SGLang does: only then the environment has the multi-process directory.
+    from prometheus_client import Counter
+
+    return Counter(spec.name, spec.meaning, spec.labels)
 
 
 def slot_bytes(page_bytes: int) -> int:

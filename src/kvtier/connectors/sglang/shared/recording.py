@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connectors.common.recording import open_recorder, outcome, record_tokens
 from kvtier.connectors.sglang.shared.prefill import WATCH
+from kvtier.connectors.sglang.shared.ranks import RankConfig, counter, is_first
 from kvtier.observe.specs import SGLANG_RECORDED_REQUESTS
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter
-
     from kvtier.connectors.common.settings import ConnectorSettings
-    from kvtier.connectors.sglang.shared.ranks import RankConfig
     from kvtier.observe.recording import Recorder
 
 logger = logging.getLogger(__name__)
@@ -41,7 +38,7 @@ class Recording:
         self, settings: ConnectorSettings, config: RankConfig, page_size: int, replica: int
     ) -> None:
         self._recorder: Recorder | None = None
-        if not (config.tp_rank or config.pp_rank or config.attn_cp_rank):
+        if is_first(config):
             parts = (("replica", replica), ("dp", getattr(config, "dp_rank", 0)))
             which = "-".join(f"{name}{rank}" for name, rank in parts if rank)
             self._recorder = open_recorder(settings, record_tokens(page_size), _count, which)
@@ -85,13 +82,4 @@ def _tenant(req: Any) -> str:
 
 
 def _count(written: bool) -> None:
-    _counter().labels(outcome(written)).inc()
-
-
-@cache
-def _counter() -> Counter:
-    # Imported as late as SGLang does: only then the environment has the multi-process directory.
-    from prometheus_client import Counter
-
-    spec = SGLANG_RECORDED_REQUESTS
-    return Counter(spec.name, spec.meaning, spec.labels)
+    counter(SGLANG_RECORDED_REQUESTS).labels(outcome(written)).inc()

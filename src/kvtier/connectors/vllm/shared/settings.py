@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvtier.connectors.common.settings import HostSettings
 from kvtier.core.config import SIZE, StageConfig, setting
-from kvtier.core.types import ClientHints, Direct
+from kvtier.core.types import Direct
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -46,9 +46,6 @@ class VllmSettings(HostSettings, StageConfig):
         "Longest wait for an answer of the node, in seconds, on the scheduler's thread, and 2 us "
         "more per block. Without one the prompt is computed. The ranks copy from and to the node's "
         "memory themselves, so host_capacity does not count.",
-    )
-    client_hints: ClientHints = setting(
-        ClientHints.ON, "Whether hints in a request's kv_transfer_params count: on or off."
     )
 
     recompute_failed_loads: bool = setting(
