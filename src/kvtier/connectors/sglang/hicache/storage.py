@@ -147,10 +147,9 @@ class KvtierStorage(HiCacheStorage):
         num_bytes = self._settings.size(name)
         capacities = pool_capacities(name, num_bytes, self._config, self._options, page_bytes)
         policy = policy_of(self._settings, self._options, pages, prefetch_hooks())
-        publishes = TIER_EVENTS.add(self._options, self._take_changes)
+        self._publishes = TIER_EVENTS.add(self._options, self._take_changes)
         for name, each in pages.items():
-            tells = publishes and name == KV
-            self._slabs[name] = self._open(name, each, capacities[name], policy, tells)
+            self._slabs[name] = self._open(name, each, capacities[name], policy)
         page_size = pages[KV].page_size
         self._recording = Recording(self._settings, self._config, page_size, replica_of())
         if self._slabs[KV].calls.learns:
@@ -170,9 +169,7 @@ class KvtierStorage(HiCacheStorage):
         slab = self._slabs.get(KV)
         return slab.calls.take_changes() if slab else ()
 
-    def _open(
-        self, name: str, pages: Pages, capacity_bytes: int, policy: str, tells_changes: bool
-    ) -> PoolSlab:
+    def _open(self, name: str, pages: Pages, capacity_bytes: int, policy: str) -> PoolSlab:
         """Open the slab or the store of this rank's pages of a pool.
 
         A disk that can't be read is not used, and SGLang serves without it.
@@ -208,7 +205,7 @@ class KvtierStorage(HiCacheStorage):
             policy=policy,
             bytes_per_day=settings.bytes_per_day,
             metrics=pool_metrics(config, name),
-            tells_changes=tells_changes,
+            tells_changes=self._publishes and name == KV,
         )
         return PoolSlab(pages, calls)
 

@@ -11,6 +11,7 @@ version     what is new in it, for kvtier
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from kvtier.connectors.common.contract import Contract, Takes
 
@@ -88,6 +89,9 @@ OPTIONS = (
 )  # fmt: skip
 """SGLang options that kvtier's guides and commands mention."""
 
+NEWEST = partial(Contract, "SGLang", "sglang", "0.5.23", "0.5.23", ("0.5.23",))
+"""Contracts of what needs SGLang 0.5.23."""
+
 STORAGE = Contract(
     "SGLang",
     "sglang",
@@ -117,12 +121,7 @@ STORAGE = Contract(
 )
 """Contract of the storage back end."""
 
-LINKER = Contract(
-    "SGLang",
-    "sglang",
-    "0.5.23",
-    "0.5.23",
-    ("0.5.23",),
+LINKER = NEWEST(
     (
         "srt/configs/model_config.py",
         f"{CACHE}/base_prefix_cache.py",
@@ -204,12 +203,7 @@ LINKER = Contract(
 )  # fmt: skip
 """Contract of the linker."""
 
-TELLING = Contract(
-    "SGLang",
-    "sglang",
-    "0.5.23",
-    "0.5.23",
-    ("0.5.23",),
+TELLING = NEWEST(
     (
         f"{CACHE}/base_prefix_cache.py",
         f"{CACHE}/radix_cache.py",
@@ -236,12 +230,7 @@ TELLING = Contract(
 )
 """Contract of the hooks that report whole prompts to the storage back end's policy."""
 
-EVENTS = Contract(
-    "SGLang",
-    "sglang",
-    "0.5.23",
-    "0.5.23",
-    ("0.5.23",),
+EVENTS = NEWEST(
     ("srt/disaggregation/kv_events.py", f"{CACHE}/unified_radix_cache.py"),
     overridden={"UnifiedRadixCache": {"take_events": Takes()}},
     built={

@@ -12,6 +12,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from kvtier.cache.block_cache import Change
@@ -61,6 +62,7 @@ class PublishedPages:
     def __init__(self) -> None:
         self.sources: list[Callable[[], Iterable[Change]]] = []
         """Each returns the changes of a cache since its last call, and must not wait."""
+        self._kinds: Any = None  # SGLang's module of events
         self._pages: OrderedDict[int, Page] = OrderedDict()  # by published hash
         self._salted: dict[int, int] = {}  # published hashes, by the beginning of the key
         self._waiting: OrderedDict[int, set[str]] = OrderedDict()  # media of pages not described
@@ -80,12 +82,10 @@ class PublishedPages:
         if found := EVENTS.differences() or missing(self.hooks()):
             logger.warning("kvtier publishes no events of its tiers: %s", found[0])
             return False
-        from sglang.srt.disaggregation.kv_events import is_kv_publisher_rank
-
-        if is_kv_publisher_rank(config):
+        self._kinds = import_module("sglang.srt.disaggregation.kv_events")
+        if publishes := self._kinds.is_kv_publisher_rank(config):
             self.sources.append(changes)
-            return True
-        return False
+        return bool(publishes)
 
     def remove(self, changes: Callable[[], Iterable[Change]]) -> None:
         """Publish the changes of a cache no more."""
@@ -95,9 +95,8 @@ class PublishedPages:
 
     def forget(self) -> None:
         """Forget all pages."""
-        self._pages.clear()
-        self._salted.clear()
-        self._waiting.clear()
+        for table in (self._pages, self._salted, self._waiting):
+            table.clear()
 
     def _take(self, take: Callable[..., list[Any]], tree: Any) -> list[Any]:
         events = take(tree)
@@ -111,21 +110,19 @@ class PublishedPages:
 
     def _of(self, events: Iterable[Any], changes: Iterable[Change]) -> Iterator[Any]:
         """Yield the events of kvtier's tiers that follow those of the tree."""
-        from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockStored
-
         described: list[Page] = []
         is_cleared = False
         for event in events:
-            if isinstance(event, BlockStored):
+            if isinstance(event, self._kinds.BlockStored):
                 described += self._describe(event)
-            is_cleared |= isinstance(event, AllBlocksCleared)
+            is_cleared |= isinstance(event, self._kinds.AllBlocksCleared)
         found = [event for change in changes for event in self._moved(change)]
         if is_cleared:
             yield from self._begin_anew()
             return
-        yield from _stored(described)
+        yield from self._stored(described)
         yield from found
-        yield from self._forget()
+        yield from self._shrink()
 
     def _describe(self, event: Any) -> list[Page]:
         """Remember the pages of an event of the tree; return those that kvtier has already."""
@@ -148,6 +145,19 @@ class PublishedPages:
             parent = published
         return found
 
+    def _keys(
+        self, tokens: Sequence[Any], parent: int | None, salt: str, page_size: int
+    ) -> Sequence[str]:
+        """Return the keys of salted pages. None are known behind an unknown page."""
+        from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
+
+        before = None if parent is None else self._pages.get(parent)
+        if isinstance(tokens[0], tuple) or (parent is not None and before is None):
+            return []
+        last = before.key if before else storage_namespace_seed(None, salt)
+        keys: Sequence[str] = get_hash_str(array("q", tokens), last, page_size=page_size)
+        return keys
+
     def _add(self, page: Page) -> None:
         self._pages[page.hash] = page
         if page.salt:
@@ -165,25 +175,10 @@ class PublishedPages:
                 self._add(page)
             elif page.media:
                 self._waiting[page.start] = page.media
-        yield from _stored(self._pages.values())
-
-    def _keys(
-        self, tokens: Sequence[Any], parent: int | None, salt: str, page_size: int
-    ) -> Sequence[str]:
-        """Return the keys of salted pages. None are known behind an unknown page."""
-        from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
-
-        before = None if parent is None else self._pages.get(parent)
-        if isinstance(tokens[0], tuple) or (parent is not None and before is None):
-            return []
-        last = before.key if before else storage_namespace_seed(None, salt)
-        keys: Sequence[str] = get_hash_str(array("q", tokens), last, page_size=page_size)
-        return keys
+        yield from self._stored(self._pages.values())
 
     def _moved(self, change: Change) -> Iterator[Any]:
         """Yield the events of pages that entered a tier, or left it."""
-        from sglang.srt.disaggregation.kv_events import BlockRemoved
-
         medium = MEDIA.get(change.tier, EXTERNAL)
         stored, removed = [], []
         for start in map(_start, change.keys):
@@ -201,48 +196,42 @@ class PublishedPages:
             else:
                 self._waiting.setdefault(start, set()).add(medium)
         if removed:
-            yield BlockRemoved(removed, medium)
-        yield from _stored(stored, medium)
+            yield self._kinds.BlockRemoved(removed, medium)
+        yield from self._stored(stored, medium)
 
-    def _forget(self) -> Iterator[Any]:
+    def _shrink(self) -> Iterator[Any]:
         """Forget the oldest pages beyond ``MAX_KNOWN``.
 
         A salted page that kvtier has is published as removed, since its hash is forgotten with it.
         """
-        from sglang.srt.disaggregation.kv_events import BlockRemoved
-
         while len(self._waiting) > MAX_KNOWN:
             self._waiting.popitem(last=False)
         while len(self._pages) > MAX_KNOWN:
             published, page = self._pages.popitem(last=False)
             if page.salt:
                 self._salted.pop(page.start)
-                yield from (BlockRemoved([published], medium) for medium in page.media)
+                yield from (self._kinds.BlockRemoved([published], it) for it in page.media)
+
+    def _stored(self, pages: Iterable[Page], medium: str = "") -> Iterator[Any]:
+        """Yield the events of pages in a medium, or in all of theirs: one for each run of pages."""
+        runs: dict[str, Any] = {}
+        for page in pages:
+            for where in (medium,) if medium else page.media:
+                run = runs.get(where)
+                if run is not None and run.block_hashes[-1] == page.parent:
+                    run.block_hashes.append(page.hash)
+                    run.token_ids.extend(page.tokens)
+                    continue
+                if run is not None:
+                    yield run
+                tokens, size = list(page.tokens), len(page.tokens)
+                stored = self._kinds.BlockStored
+                runs[where] = stored([page.hash], page.parent, tokens, size, None, where, page.salt)
+        yield from runs.values()
 
 
 def _start(key: bytes) -> int:
     return int.from_bytes(key[:HASH_BYTES], "big", signed=True)
-
-
-def _stored(pages: Iterable[Page], medium: str = "") -> Iterator[Any]:
-    """Yield the events of pages in a medium, or in all of theirs: one for each run of pages."""
-    from sglang.srt.disaggregation.kv_events import BlockStored
-
-    last: dict[str, Any] = {}
-    for page in pages:
-        for where in (medium,) if medium else page.media:
-            run = last.get(where)
-            if run is not None and run.block_hashes[-1] == page.parent:
-                run.block_hashes.append(page.hash)
-                run.token_ids.extend(page.tokens)
-                continue
-            if run is not None:
-                yield run
-            size, tokens = len(page.tokens), list(page.tokens)
-            last[where] = BlockStored(
-                [page.hash], page.parent, tokens, size, None, where, page.salt
-            )
-    yield from last.values()
 
 
 TIER_EVENTS = PublishedPages()
