@@ -23,7 +23,7 @@ from kvtier.connectors.sglang.shared.contract import EVENTS
 from kvtier.connectors.sglang.shared.tier_events import TIER_EVENTS
 from kvtier.core.types import DISK, HOST
 from kvtier.index import State
-from tests.engines.sglang.trees import FULL, PAGE, Tree, hook
+from tests.engines.sglang.trees import FULL, PAGE, Tree, hook, wait_for
 
 PAGE_BYTES = 2 * FULL.num_layers * PAGE * FULL.head_num * FULL.head_dim * 2
 SALTS = (None, "tenant", "other")
@@ -153,6 +153,8 @@ def test_pages_of_an_earlier_process_are_published_when_a_prompt_names_them(
     first.settle()
     first.close()
     second, reader = Tree(FULL, tmp_path, events="default"), Reader()
+    wait_for(second, "r", prompt, len(prompt))  # they are read before the tree has them
+    second.settle()
     reader.read(second.cache.take_events())
     assert not reader.media
     for salt in (None, "tenant"):
