@@ -287,6 +287,20 @@ def test_kv_comes_back_from_every_tier_at_any_cut(
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_the_cost_of_a_prompt_is_that_of_its_request(models: Mapping[str, str], name: str) -> None:
+    asked = random_prompt(0, 4 * CHUNK + 3)
+    with Engine(always_loading(models[name])) as engine:
+        for tier in ("", DEVICE, HOST):
+            (preview,) = engine.preview([(asked, GREEDY)]).result(60)
+            cost = preview.cost()
+            assert cost.reused_tokens == ask(engine, asked).hit_tokens
+            assert cost.reused_tokens == ({tier: 4 * CHUNK} if tier else {})
+            assert cost.compute_s is not None
+            if tier == DEVICE:
+                engine.clear_tier(DEVICE)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_an_answer_longer_than_a_window_continues_what_was_loaded(
     models: Mapping[str, str], name: str
 ) -> None:
