@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf, isfinite
 from typing import Generic, TypeVar
 
@@ -31,13 +32,16 @@ TOTAL_SHARE = 0.5
 MAX_PREFETCHES = 64
 """Prefetches of one tenant that are scheduled or not used yet."""
 MAX_IN_ALL = 1024
+MAX_NOTED = 4
+"""Most blocks in the prompts that one tenant has prefetched, as a multiple of those that memory
+holds: their names take memory. Twice that for all tenants."""
 BLOCKS_AT_ONCE = 1 << 11
 """Most blocks of an action that are moved in one step."""
 KEEP_S = 30.0
 """Time after that of a prefetch for which its blocks are kept."""
 LEAD_FACTOR = 2.0
 """A prefetch begins so many times earlier than its read is expected to take."""
-MIN_LEAD_S = 0.5
+MIN_LEAD_S = 0.2
 LOOK_AGAIN_S = 0.01
 
 Prompt = TypeVar("Prompt", bound=Sequence[bytes])
@@ -48,14 +52,14 @@ class PromptCalls(Generic[Prompt]):
     """Calls of a cache about a tenant's prompt. The last two are for prefetches only.
 
     retain: apply a statement to its policies. blocks: its known blocks, in order.
-    is_asked: whether storage is being asked for its blocks, so that more may be known soon.
+    is_pending: whether a look-up in storage is in flight, so that more may be known soon.
     read: begin to read blocks from a storage, behind all reads that requests wait for; return how
         many of the first ones memory has room for.
     """
 
     retain: Callable[[bytes, Prompt, BlockHint], object]
     blocks: Callable[[bytes, Prompt], Sequence[BlockId]]
-    is_asked: Callable[[bytes, Prompt], bool] = lambda tenant, prompt: False
+    is_pending: Callable[[bytes, Prompt], bool] = lambda tenant, prompt: False
     read: Callable[[Sequence[BlockId], str], int] = lambda blocks, storage: 0
 
 
@@ -170,6 +174,8 @@ class HintActions(Generic[Prompt]):
             return HintResult(Action.PREFETCH, HintOutcome.NO_STORAGE)
         if not len(prompt):
             return HintResult(Action.PREFETCH, HintOutcome.ABSENT)
+        now_s = self._clock()
+        due_s = min(due_s, now_s + MAX_BACK_S)
         mine = self._prefetches.get(tenant, [])
         known = [it for it in mine if len(it.prompt) == len(prompt) and it.is_for(prompt)]
         for it in known:
@@ -177,11 +183,12 @@ class HintActions(Generic[Prompt]):
                 it.over_s = max(it.over_s, due_s + KEEP_S)
                 return HintResult(Action.PREFETCH, HintOutcome.BEGUN, len(it.num_uses))
             self._end(tenant, it)
-        num_in_all = sum(map(len, self._prefetches.values()))
-        if len(mine) >= MAX_PREFETCHES or num_in_all >= MAX_IN_ALL:
+        others = [it for each in self._prefetches.values() for it in each]
+        if len(mine) >= MAX_PREFETCHES or len(others) >= MAX_IN_ALL:
             return HintResult(Action.PREFETCH, HintOutcome.SHARE)
-        now_s = self._clock()
-        due_s = min(due_s, now_s + MAX_BACK_S)
+        for noted, most in (mine, MAX_NOTED), (others, 2 * MAX_NOTED):
+            if sum(len(it.prompt) for it in noted) + len(prompt) > most * self._num_slots:
+                return HintResult(Action.PREFETCH, HintOutcome.SHARE)
         begin_s = due_s - self._lead_s(len(prompt))
         new = _Prefetch(prompt, max(now_s, begin_s), due_s + KEEP_S)
         self._prefetches.setdefault(tenant, []).append(new)
@@ -203,10 +210,10 @@ class HintActions(Generic[Prompt]):
     def _begin(self, tenant: bytes, it: _Prefetch[Prompt], now_s: float) -> HintResult | None:
         """Begin to read the blocks of a prefetch that are not in memory, some in each step.
 
-        Returns None while storage is asked for them, and in later steps.
+        Returns None while a look-up in storage is in flight, and in later steps.
         """
         it.next_s = now_s + LOOK_AGAIN_S
-        if self._calls.is_asked(tenant, it.prompt):
+        if self._calls.is_pending(tenant, it.prompt):
             return None
         found = self._calls.blocks(tenant, it.prompt)
         is_first, num_left, room = not it.num_uses, 0, self._room(tenant)
@@ -244,9 +251,12 @@ class HintActions(Generic[Prompt]):
 
     def _room(self, tenant: bytes) -> int:
         """Return how many blocks may be read for a tenant now."""
-        num_slots = self._ladder.usage()[str(self._memory)].num_slots
-        of_tenant = int(TENANT_SHARE * num_slots) - self._num_read[tenant]
-        return max(0, min(of_tenant, int(TOTAL_SHARE * num_slots) - self._num_read.total()))
+        of_tenant = int(TENANT_SHARE * self._num_slots) - self._num_read[tenant]
+        return max(0, min(of_tenant, int(TOTAL_SHARE * self._num_slots) - self._num_read.total()))
+
+    @property
+    def _num_slots(self) -> int:
+        return self._ladder.usage()[str(self._memory)].num_slots
 
     def _end(self, tenant: bytes, it: _Prefetch[Prompt]) -> None:
         self._prefetches[tenant].remove(it)
@@ -264,7 +274,7 @@ class HintActions(Generic[Prompt]):
             self._end(tenant, it)
 
     def poll(self) -> None:
-        """Begin the prefetches that are due, and end those whose time is over."""
+        """Begin the prefetches that are due, and end late ones."""
         now_s = self._clock()
         if now_s < self._next_s:
             return
@@ -288,14 +298,19 @@ class HintActions(Generic[Prompt]):
         return self._next_s <= self._clock()
 
     def _expire(self, tenant: bytes, it: _Prefetch[Prompt]) -> None:
-        """Evict the blocks of a prefetch that nothing has used since."""
-        outcome = HintOutcome.EXPIRED if it.num_uses else HintOutcome.ABSENT
-        self._count(HintResult(Action.PREFETCH, outcome))
-        memory = str(self._memory)
-        states = zip(it.num_uses, self._index.states_of(it.num_uses, memory), strict=True)
+        """Evict the blocks of a prefetch that nothing has used since, some in each step."""
+        num_uses, memory = it.num_uses, str(self._memory)
+        some = list(islice(num_uses, BLOCKS_AT_ONCE))
+        states = zip(some, self._index.states_of(some, memory), strict=True)
         here = [block for block, at in states if at is State.READY]
         uses = zip(here, self._index.num_uses(here), strict=True)
-        self._ladder.evict_blocks([b for b, num in uses if num == it.num_uses[b]], memory)
+        self._ladder.evict_blocks([b for b, num in uses if num == num_uses[b]], memory)
+        if len(some) < len(num_uses):
+            it.num_uses = {block: num_uses[block] for block in islice(num_uses, len(some), None)}
+            self._num_read[tenant] -= len(some)
+            return
+        outcome = HintOutcome.EXPIRED if num_uses else HintOutcome.ABSENT
+        self._count(HintResult(Action.PREFETCH, outcome))
         self._end(tenant, it)
 
     def clear(self) -> None:

@@ -246,7 +246,7 @@ class LocalBlockCache(BlockCache):
             PromptCalls(
                 retain=lambda _, keys, stated: index.retain(keys, stated, clock()),
                 blocks=lambda _, keys: index.find_all(keys).known,
-                is_asked=lambda _, keys: bool(self.lookup(keys).answers),
+                is_pending=lambda _, keys: bool(self.lookup(keys).answers),
                 read=self._read_ahead,
             ),
             self.memory,

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.cache.hint_actions import KEEP_S, MAX_PREFETCHES
+from kvtier.cache import hint_actions
+from kvtier.cache.hint_actions import KEEP_S, LOOK_AGAIN_S
 from kvtier.core.hints import MAX_TTL_S, Action, Hint, HintOutcome, HintResult, Retain
 from kvtier.core.keys import token_labels
 from kvtier.core.types import DEVICE, DISK, HOST
@@ -72,7 +73,7 @@ def test_a_prefetch_for_later_begins_shortly_before_its_time(harness: Harness) -
     harness.clock.now += 99
     harness.cache.poll()
     assert harness.storage.reads == []
-    harness.clock.now += 0.6
+    harness.clock.now += 0.9
     harness.cache.poll()
     assert harness.cache.drain()
     assert harness.matched(LONG_A) == [HOST] * 4
@@ -156,8 +157,38 @@ def test_a_prefetch_is_clipped_to_its_share(make_harness: MakeHarness, shelf: St
     assert harness.matched(LONG_A) == [HOST] * 3 + [DISK]
 
 
-def test_a_tenant_has_so_many_prefetches_at_a_time(harness: Harness) -> None:
-    for token in range(MAX_PREFETCHES):
+def test_long_prompts_are_noted_within_bounds(harness: Harness) -> None:
+    """The names of four times as many blocks as host memory holds, which is 32."""
+    long = [list(range(first, first + 128)) for first in (100, 300, 500)]
+    for tenant in (b"one", b"two"):
+        outcomes = [hint(harness, prompt, LATER, tenant)[0].outcome for prompt in long]
+        assert outcomes == [HintOutcome.SCHEDULED] * 2 + [HintOutcome.SHARE]
+    assert hint(harness, LONG_A, LATER) == prefetched(HintOutcome.SHARE), "all tenants' limit"
+
+
+def test_many_blocks_are_read_and_evicted_in_steps(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hint_actions, "BLOCKS_AT_ONCE", 1)
+    assert hint(harness, LONG_A, SOON) == prefetched(HintOutcome.BEGUN, 4)
+    for num in range(2, 5):
+        harness.clock.now += LOOK_AGAIN_S
+        harness.cache.poll()
+        assert harness.cache.drain()
+        assert harness.matched(LONG_A).count(HOST) == num
+    harness.clock.now += 2 * KEEP_S
+    for num in range(3, -1, -1):
+        assert counted(harness, HintOutcome.EXPIRED) == 0
+        harness.cache.poll()
+        assert harness.matched(LONG_A).count(HOST) == num
+    assert counted(harness, HintOutcome.EXPIRED) == 1
+
+
+def test_a_tenant_has_so_many_prefetches_at_a_time(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hint_actions, "MAX_PREFETCHES", 8)
+    for token in range(8):
         assert hint(harness, [100 + token] * 9, LATER)[0].outcome is HintOutcome.SCHEDULED
     assert hint(harness, LONG_A, LATER) == prefetched(HintOutcome.SHARE)
     assert hint(harness, [100] * 9, LATER)[0].outcome is HintOutcome.SCHEDULED, (

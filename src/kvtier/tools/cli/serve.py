@@ -34,6 +34,7 @@ class LogLevel(StrEnum):
         "disk_verify",
         "disk_direct",
         "disk_bytes_per_day",
+        "disk_bytes_per_s",
         "storage",
         "storage_capacity",
         "node",
