@@ -183,13 +183,18 @@ class PrefillDecode:
     """
 
     def __init__(
-        self, folder: Path, prefill: Config, decode: Config, prefill_options: Sequence[str] = ()
+        self,
+        folder: Path,
+        prefill: Config,
+        decode: Config,
+        prefill_options: Sequence[str] = (),
+        decode_options: Sequence[str] = (),
     ) -> None:
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) < 2:
             pytest.skip("two servers need two cores")
         self.prefill = _nixl_server(folder / "prefill", prefill, cores[0], prefill_options)
-        self.decode = _nixl_server(folder / "decode", decode, cores[1])
+        self.decode = _nixl_server(folder / "decode", decode, cores[1], decode_options)
 
     def start(self) -> None:
         for server in (self.prefill, self.decode):
@@ -248,9 +253,9 @@ def _nixl_server(
 
 @contextmanager
 def prefill_decode(
-    folder: Path, prefill: Config, decode: Config, prefill_options: Sequence[str] = ()
+    folder: Path, prefill: Config, decode: Config, **options: Sequence[str]
 ) -> Iterator[PrefillDecode]:
-    pair = PrefillDecode(folder, prefill, decode, prefill_options)
+    pair = PrefillDecode(folder, prefill, decode, **options)
     try:
         pair.start()
         yield pair

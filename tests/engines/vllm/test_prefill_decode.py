@@ -228,7 +228,10 @@ def test_pages_are_held_until_they_are_sent_and_stored(alone: Answers, tmp_path:
     """Stores last longer than the transfer of a prompt, in a pool that has room for two."""
     slow = own_connector(host_capacity="256MiB") | SLOW
     small = ["--num-gpu-blocks-override=17", "--max-model-len=2048"]
-    with prefill_decode(tmp_path, over_nixl(NIXL, slow), NIXL, prefill_options=small) as pair:
+    # KvtierConnector turns this off, and NIXL refuses a server that has it on.
+    alike = ["--disable-hybrid-kv-cache-manager"]
+    options = {"prefill_options": small, "decode_options": alike}
+    with prefill_decode(tmp_path, over_nixl(NIXL, slow), NIXL, **options) as pair:
         decoded = pair.at_once(TOKENS[:6])
         assert all(map(are_close, _answers(decoded), _answers(alone["cold"])))
         pair.reset_pools()
