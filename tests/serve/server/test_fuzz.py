@@ -66,6 +66,7 @@ CHAT: dict[str, object] = {
 }
 HONEST = {"model": MODEL, "prompt": "def main", "max_tokens": 8, "temperature": 0, "logprobs": 3}
 ROUTES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
+ROUTES |= {f"{path}/cost": body for path, body in ROUTES.items()}
 OTHERS = ("/v1/models", "/v1/models/x", "/health", "/metrics", "/openapi.json", "/", "/%00", "/é")
 METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "BREW")
 
