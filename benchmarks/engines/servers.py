@@ -174,8 +174,13 @@ class Server:
             time.sleep(0.5)
         raise RuntimeError(f"no answer within {START_S:.0f} s")
 
-    def ask(self, prompt: Sequence[int], max_tokens: int, logprobs: int | None = None) -> Answer:
-        """Complete a prompt of token ids, greedily. Raises RuntimeError if tokens are missing."""
+    def ask(
+        self, prompt: Sequence[int], max_tokens: int, logprobs: int | None = None, **more: object
+    ) -> Answer:
+        """Complete a prompt of token ids, greedily. Raises RuntimeError if tokens are missing.
+
+        more: further fields of the request.
+        """
         body: dict[str, object] = {
             "model": SERVED_AS,
             "prompt": list(prompt),
@@ -184,6 +189,7 @@ class Server:
             **self.contestant.asked_with,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **more,
         }
         if logprobs is not None:
             body["logprobs"] = logprobs
