@@ -303,7 +303,7 @@ def test_newer_weights_of_a_model_take_its_address(serve: Serve, attach: Attach)
 def test_the_oldest_descriptions_are_forgotten_beyond_the_bound(
     serve: Serve, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "MAX_BYTES", 5 * 500)
+    monkeypatch.setattr(events, "MAX_BYTES", 5 * 600)
     node = serve("")
     cache = attach(node)
     prompts = [[at, at + 1] for at in range(12)]

@@ -22,7 +22,14 @@ from kvtier.node.config import EventsAddress
 from kvtier.node.server.engines import Holdings
 from kvtier.node.server.partition import Partition
 from kvtier.node.wire import protocol
-from kvtier.node.wire.protocol import MAX_AT_ONCE, MAX_KEYS, MAX_STATEMENTS, FromEngine, pack
+from kvtier.node.wire.protocol import (
+    MAX_AT_ONCE,
+    MAX_KEYS,
+    MAX_MEASURED,
+    MAX_STATEMENTS,
+    FromEngine,
+    pack,
+)
 from tests.node.harness import Bare, LocalNode, bare, local_node
 
 KEY_BYTES = 8
@@ -181,6 +188,9 @@ WORST: dict[type[FromEngine], Callable[[Harness], list[FromEngine]]] = {
         described(its.partition, its.known, bytes(MAX_DESCRIBED_BYTES)),
         described(its.partition, shuffled(1), bytes(4 * MAX_KEYS)),
         described(its.partition, its.known[:8], bytes(MAX_DESCRIBED_BYTES)),
+    ],
+    protocol.CostsNotice: lambda its: [
+        protocol.CostsNotice(its.partition, [("a" * 50_000, "b", 1, 1.0, 1)] * MAX_MEASURED)
     ],
     protocol.ReportNotice: lambda its: [protocol.ReportNotice(1 << 63, 1 << 63)],
 }

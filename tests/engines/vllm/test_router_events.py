@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,14 @@ def test_an_indexer_knows_what_a_node_holds_for_its_engine(
             for at, its in enumerate((of_engine, of_node)):
                 indexer.register(0, its, BLOCK, rank=at)
                 indexer.register(1 + at, its, BLOCK)
+            seeds = count(50)
+
+            def is_open() -> bool:
+                run(llm, prompt(next(seeds), BLOCK + 10))
+                rooms = node.control.get("/status")["rooms"]
+                return any(room["used_bytes"]["host"] for room in rooms)
+
+            wait_until(is_open, "the node stores for the engine")
             for each in prompts:
                 run(llm, each)
             for at, salt in salts.items():
@@ -135,6 +144,23 @@ def test_an_indexer_knows_what_a_node_holds_for_its_engine(
             assert places(0, "tenant", 2) == places(1, "other", 2) == places(5, instance=2)
             assert not places(0, "other")
             assert not places(2, "tenant")
+
+            def cost(at: int, salt: str = "") -> Any:
+                tokens = prompts[at]["prompt_token_ids"]
+                (found,) = node.control.post("/cost", prompt=tokens, tenant=salt).values()
+                return found
+
+            def is_measured() -> bool:
+                run(llm, prompt(next(seeds), 2 * BLOCK))
+                return cost(5)["seconds"] is not None
+
+            wait_until(is_measured, "the node knows how fast the engine computes")
+            for at, salt in (5, ""), (0, "tenant"), (1, "other"):
+                found = cost(at, salt)
+                known = [*found["declined_tokens"].values(), *found["reused_tokens"].values()]
+                assert sum(known) == size
+                assert found["seconds"] > 0
+            assert not cost(2, "tenant")["reused_tokens"]
             node.control.post("/clear", room="", memory_only=False, timeout_s=10.0)
             wait_until(lambda: not places(5, instance=2), "removals are known")
 

@@ -50,6 +50,8 @@ MAX_DESCRIBED = 1 << 16
 """Blocks that are known to be described to the node."""
 DESCRIBED_S = 600.0
 """A block is described again after this time, if it is used: the node forgets the oldest ones."""
+COSTS_S = 1.0
+"""Shortest time between two reports of what was measured."""
 OPEN_S = 10.0
 """Longest wait for a partition, off the engine's thread."""
 OPEN_WAIT_S = 0.25
@@ -132,6 +134,7 @@ class NodeCache(BlockCache):
         self._unread: list[_LookedUp] = []
         self._reads: list[_Read] = []
         self._probed_s: dict[str, float] = {}
+        self._next_costs_s = -inf
         self._ending: list[tuple[str, SlotNotice]] = []  # notices, with the memory they are about
 
     # -- locations ---------------------------------------------------------------------------------
@@ -378,11 +381,28 @@ class NodeCache(BlockCache):
         self._states.clear()
         self._sources.clear()
         now_s = self._clock()
+        if self._partition.describes and now_s >= self._next_costs_s:
+            self._next_costs_s = now_s + COSTS_S
+            self._report_costs()
         for read in [read for read in self._reads if read.signal.is_over]:
             self._reads.remove(read)
             # The node's own measure: here the end is noticed only in the engine's next step.
             seconds = read.signal.channel.take_seconds(read.signal.watch) or now_s - read.since_s
             self._model.observe_copy((read.tier, HOST), read.num_bytes, seconds, now_s)
+
+    def _report_costs(self) -> None:
+        """Send what was measured, for estimates of what a prompt would cost here."""
+        costs = self.cost_snapshot()
+        copies = [
+            (*route, size, seconds, costs.num_copies[route][size])
+            for route, sizes in costs.seconds_per_byte.items()
+            for size, seconds in sizes.items()
+        ]
+        known = costs.prefill
+        prefill = None if known is None else (known.token_s, known.pair_s)
+        self._notify(
+            protocol.CostsNotice(0, copies[: protocol.MAX_MEASURED], prefill, costs.num_prefills)
+        )
 
     def _release_unheld(self) -> None:
         for each in self._unread:

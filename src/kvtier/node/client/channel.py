@@ -54,6 +54,7 @@ Advice = (
     | protocol.ContinueNotice
     | protocol.HintNotice
     | protocol.DescribeNotice
+    | protocol.CostsNotice
 )
 """Notices that are left out while the node takes no messages."""
 

@@ -303,6 +303,8 @@ class Connection:
             case protocol.DescribeNotice():
                 if self._node.events is not None:
                     self._node.events.describe(message.partition, partition, message)
+            case protocol.CostsNotice():
+                engine.costs[message.partition] = message
             case protocol.HintNotice():
                 return partition.apply(_keys(message.keys, partition), message.said)
         return None

@@ -13,7 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
+from math import inf
 from typing import Concatenate, ParamSpec, TypeVar
+
+import numpy as np
 
 from kvtier import __version__
 from kvtier.cache.local import LocatedBlocks
@@ -29,18 +32,22 @@ from kvtier.control.contract import (
     check_wait,
 )
 from kvtier.core.hints import Hint
-from kvtier.core.keys import PackedKeys
+from kvtier.core.keys import TOKEN_DTYPE, PackedKeys
+from kvtier.core.types import DEVICE, HOST, BlockId, Match
 from kvtier.node.config import DEFAULT_TENANT, TenantQuota, change_bounds, check_tenant
 from kvtier.node.server.connection import bring
 from kvtier.node.server.deleting import PartitionDeletion, delete_blocks, delete_partition
 from kvtier.node.server.lookups import TimeCounts
 from kvtier.node.server.partition import Partition
 from kvtier.node.server.registry import Registry
-from kvtier.node.wire.protocol import MAX_KEYS
+from kvtier.node.wire.protocol import MAX_KEYS, CostsNotice
+from kvtier.plan import Costs, PrefillCost, PromptCost, Route, ways_of, weigh
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 BoundTexts = tuple[str | None, str | None]
+MAX_PROMPT_TOKENS = 1 << 20
+"""Longest prompt whose cost is estimated."""
 HEXADECIMAL = re.compile("[0-9a-fA-F]*")
 
 
@@ -287,6 +294,74 @@ class NodeControl(CacheControl):
         if not found.pins.remove(number):
             raise ControlError(f"room {found.key.name} has no pin {number}", is_unknown=True)
 
+    # -- costs -------------------------------------------------------------------------------------
+
+    async def cost(self, prompt: PromptName) -> dict[str, PromptCost]:
+        """Return what a prompt would cost each engine of its partition, by the engine's name.
+
+        Nothing is looked up in storage, and nothing is changed.
+        """
+        events, tokens = self._node.events, prompt.prompt
+        if events is None:
+            raise ControlError("the node knows no tokens of prompts; start it with --events")
+        if not isinstance(tokens, list) or not 0 < len(tokens) <= MAX_PROMPT_TOKENS:
+            raise ControlError(f"give prompt as 1 to {MAX_PROMPT_TOKENS} token ids")
+        try:
+            packed = np.asarray(tokens, TOKEN_DTYPE).tobytes()
+        except OverflowError:
+            raise ControlError("a token id is below 0, or above 32 bits") from None
+        number, partition = await self._numbered(prompt.room)
+        found = events.find(number, partition, packed, prompt.tenant)
+        if found is None:
+            raise ControlError(
+                f"room {partition.key.name} is published at no address of --events so far, or its "
+                "model has several KV groups"
+            )
+        size, keys = found
+        tiers, unknown_in, by_engine = await self._measured(number, partition, keys)
+        match = Match(
+            list(map(BlockId, range(len(tiers)))), tiers, (False,) * len(tiers), len(keys)
+        )
+        return {
+            name: PromptCost.of(
+                weigh(
+                    match,
+                    costs,
+                    num_tokens=len(tokens),
+                    block_size=size or 1,
+                    bytes_per_block=partition.key.block_bytes,
+                    num_free_slots=len(tiers),
+                ),
+                unknown_in=unknown_in,
+            )
+            for name, costs in by_engine.items()
+        }
+
+    @on_loop
+    async def _numbered(self, room: str) -> tuple[int, Partition]:
+        found = await self._partition(room)
+        return self._node.partitions.index(found), found
+
+    @on_loop
+    async def _measured(
+        self, number: int, partition: Partition, keys: Sequence[bytes]
+    ) -> tuple[tuple[str, ...], Sequence[str], dict[str, Costs]]:
+        """Return the tier of each of a prompt's first blocks, and what engines have measured.
+
+        Also return the storage tiers that may have more of the prompt.
+        """
+        located = partition.locate(keys) if keys else None
+        num, names = 0, (HOST, *partition.cache.storages)
+        if located is not None:
+            num = PromptPlaces.of("", [at.name.lower() for at in located.block_states]).found
+        sources = () if located is None else located.sources[:num].tolist()
+        costs = {
+            engine.name: _costs(engine.costs[number], partition)
+            for engine in self._registry.engines.values()
+            if number in engine.costs
+        }
+        return tuple(names[at] for at in sources), partition.cache.ladder.unindexed(), costs
+
     # -- deletion ----------------------------------------------------------------------------------
 
     @on_loop
@@ -398,6 +473,21 @@ class NodeControl(CacheControl):
         names = ", ".join(sorted(self._partition_tenants())) or "none"
         what = f"no room is called {name!r}" if name else "name a room"
         raise ControlError(f"{what}; rooms: {names}", is_unknown=bool(name))
+
+
+def _costs(told: CostsNotice, partition: Partition) -> Costs:
+    """Return what an engine has measured, for a planner."""
+    seconds: dict[Route, dict[int, float]] = {}
+    numbers: dict[Route, dict[int, int]] = {}
+    for source, target, size, per_byte, num in told.copies:
+        if not 0 < per_byte < inf:
+            continue
+        seconds.setdefault((source, target), {})[size] = per_byte
+        numbers.setdefault((source, target), {})[size] = num
+    is_known = told.prefill is not None and all(0 <= term < inf for term in told.prefill)
+    prefill = PrefillCost(*told.prefill) if told.prefill is not None and is_known else None
+    ways = ways_of((DEVICE, HOST), partition.cache.storages, ())
+    return Costs(seconds, prefill, {}, ways, {}, numbers, told.num_prefills)
 
 
 def _open_partition(partition: Partition) -> RoomState:

@@ -24,7 +24,7 @@ from kvtier.index.selection import Int64s, as_array, as_numbers
 from kvtier.node.server.partition import Partition
 from kvtier.node.server.users import SlotUser
 from kvtier.node.wire.frame_socket import FrameSocket
-from kvtier.node.wire.protocol import Turns, turns_of
+from kvtier.node.wire.protocol import CostsNotice, Turns, turns_of
 
 SO_PEERPIDFD = 77
 """Socket option for the process descriptor of the peer (Linux 6.5)."""
@@ -237,6 +237,7 @@ class AttachedEngine:
         user: identification of the engine that the next node process will find.
         clients: clients by name, until they are known to have ended.
         partitions: slots that it uses, by the partition's number.
+        costs: what it has measured, by the partition's number.
         num_waiting: its requests that wait.
         num_failures: sum over its ``ReportNotice``.
         num_pauses: sum over its ``ReportNotice``.
@@ -248,6 +249,7 @@ class AttachedEngine:
     user: SlotUser
     clients: dict[str, AttachedClient] = field(default_factory=dict)
     partitions: dict[int, Holdings] = field(default_factory=dict)
+    costs: dict[int, CostsNotice] = field(default_factory=dict)
     num_waiting: int = 0
     num_failures: int = 0
     num_pauses: int = 0

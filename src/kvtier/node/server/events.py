@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 from msgspec.structs import replace
 
 from kvtier.core.keys import TOKEN_DTYPE, PackedKeys
@@ -47,10 +48,12 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 512 << 20
 """Memory for the descriptions of one address. Those that engines sent longest ago leave first."""
-BLOCK_BYTES = 400
+BLOCK_BYTES = 520
 """Memory that a description needs beside its content."""
 LOGGED_BYTES = 256
 """Bytes of a description that count as one block while it waits for the publisher."""
+DYNAMO_SALT = "dynamo-cache-salt:"
+"""Dynamo's front end puts it before salts; descriptions have salts without it."""
 HASH_BYTES = 8
 """Length of a hash that is published as an integer."""
 MAX_WARNED = 256
@@ -127,6 +130,8 @@ class KeyedEvents:
         """Forget all blocks, until engines describe them again."""
         self._room: int | None = None
         self._known: OrderedDict[bytes, _Block] = OrderedDict()
+        self._named: dict[bytes, bytes] = {}  # keys of blocks of text, by ``_digest``
+        self._sizes: dict[int, int] = {}  # bytes of a block's tokens, by KV group
         self._num_bytes = 0
 
     def of(self, changes: Sequence[Change]) -> Iterator[Event]:
@@ -153,8 +158,10 @@ class KeyedEvents:
                 yield from self._move(some, tier, is_removed)
         forgotten = []
         while self._num_bytes > MAX_BYTES:
-            _, block = self._known.popitem(last=False)
+            key, block = self._known.popitem(last=False)
             self._num_bytes -= block.num_bytes
+            if self._named.get(name := _name(block)) == key:
+                del self._named[name]
             forgotten.append(block)
         for tier in self._bits:  # routers forget them, too
             yield from self._move(forgotten, tier, is_removed=True)
@@ -164,6 +171,8 @@ class KeyedEvents:
         facts = replace(notice, keys=b"", hashes=b"", parent=b"", tokens=b"", is_first=False)
         size, num_token_bytes = len(notice.hashes) // len(keys), len(notice.tokens) // len(keys)
         num_bytes = BLOCK_BYTES + notice.num_bytes // len(keys)
+        extra_keys = _extra_keys(notice.extra_keys)
+        self._sizes[notice.group] = num_token_bytes
         found, above = [], notice.parent
         for at, key in enumerate(keys):
             hashes = notice.hashes[at * size : (at + 1) * size]
@@ -172,11 +181,37 @@ class KeyedEvents:
             else:
                 tokens = notice.tokens[at * num_token_bytes : (at + 1) * num_token_bytes]
                 first = at * size // notice.hash_bytes
-                self._known[key] = _Block(facts, first, above, hashes, tokens, num_bytes)
+                block = self._known[key] = _Block(facts, first, above, hashes, tokens, num_bytes)
                 self._num_bytes += num_bytes
+                own = extra_keys[first : first + len(hashes) // notice.hash_bytes]
+                if notice.lora_name is None and _is_text(notice.salt, own):
+                    self._named[_name(block)] = key
             found.append(self._known[key])
             above = found[-1].last_hash
         return found
+
+    def find(self, room: int, tokens: bytes, salt: str) -> tuple[int, list[bytes]] | None:
+        """Return the tokens of a block, and the keys of a prompt's first blocks. Thread-safe.
+
+        Prompts with an adapter or media are not found. None if the model has several KV groups.
+        room: number of the partition.
+        """
+        sizes, named, known = dict(self._sizes), self._named, self._known
+        if self._room != room or not sizes:  # its first description is on its way
+            return 0, []
+        if len(sizes) > 1:
+            return None
+        ((group, size),) = sizes.items()
+        keys: list[bytes] = []
+        above = b""
+        for at in range(0, len(tokens) - size + 1, size):
+            key = named.get(_digest(group, above, salt, tokens[at : at + size]))
+            block = None if key is None else known.get(key)
+            if key is None or block is None:
+                break
+            keys.append(key)
+            above = block.last_hash
+        return size // TOKEN_BYTES, keys
 
     def _move(self, blocks: Iterable[_Block], tier: str, is_removed: bool) -> Iterator[Event]:
         """Yield the events of blocks that are new in a tier, or have left it."""
@@ -250,6 +285,23 @@ def _event(blocks: Sequence[_Block]) -> Event:
     }
 
 
+def _name(block: _Block) -> bytes:
+    """Return what identifies a block of text behind the block before it."""
+    facts = block.facts
+    return _digest(facts.group, block.parent, facts.salt or "", block.tokens)
+
+
+def _digest(group: int, parent: bytes, salt: str, tokens: bytes) -> bytes:
+    own = b"" if parent else salt.encode()  # later blocks follow from the first one
+    return blake3(b"%d %d " % (group, len(own)) + own + parent + tokens).digest(16)
+
+
+def _is_text(salt: str | None, extra_keys: Sequence[object]) -> bool:
+    """Whether a block is determined by its tokens, those before it and the salt."""
+    known = [one for one in extra_keys if one is not None]
+    return not known or (salt is not None and known in ([[salt]], [[DYNAMO_SALT + salt]]))
+
+
 def _hashes(block: _Block) -> list[int] | list[bytes]:
     return _split(block.hashes, block.facts.hash_bytes)
 
@@ -275,7 +327,8 @@ class _Address:
         self.published: Partition | None = None
         self.log: ChangeLog[Change] = ChangeLog()
         self.publisher = Publisher(self.log, address.endpoint, address.replay, address.topic)
-        self.publisher.start(KeyedEvents(tiers))
+        self.events = KeyedEvents(tiers)
+        self.publisher.start(self.events)
 
 
 class NodeEvents:
@@ -357,6 +410,15 @@ class NodeEvents:
         partition.on_move = lambda tier, keys, is_removed: put(
             KeysMoved(number, keys, tier, is_removed)
         )
+
+    def find(
+        self, number: int, partition: Partition, tokens: bytes, salt: str
+    ) -> tuple[int, list[bytes]] | None:
+        """Find a prompt's blocks by its tokens; see ``KeyedEvents.find``. None if not published."""
+        for address in self._addresses.values():
+            if address.published is partition:
+                return address.events.find(number, tokens, salt)
+        return None
 
     def close(self) -> None:
         for address in self._addresses.values():

@@ -18,11 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier import __version__
 from kvtier.control.page import page_router
-from kvtier.control.routes import HeadAsGet, control_router, refusal
+from kvtier.control.routes import HeadAsGet, PromptBody, control_router, refusal
 from kvtier.core.errors import CacheError
 from kvtier.node.server.control import NodeControl, NodeState, TenantState
 from kvtier.node.server.metrics import NodeMetrics
 from kvtier.node.server.node import CacheNode
+from kvtier.plan import PromptCost
 
 MAX_BODY_BYTES = 8 << 20
 """Longest body of a request: the keys of 65,536 blocks, of 32 bytes each, take five eighths."""
@@ -136,6 +137,14 @@ def control_app(node: CacheNode, control: NodeControl) -> FastAPI:
     app = reading_app(node, control)
 
     app.include_router(control_router(control))
+
+    @app.post("/cost")
+    async def cost(body: PromptBody) -> dict[str, PromptCost]:
+        """Return what a prompt of token ids would cost each engine, by its name.
+
+        ``tenant`` is the ``cache_salt`` of its requests.
+        """
+        return await control.cost(body.named())
 
     @app.post("/quota")
     async def set_quota(body: QuotaBody) -> TenantState:

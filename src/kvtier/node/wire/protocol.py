@@ -40,6 +40,8 @@ MAX_STATEMENTS: Final = 2 * MAX_RANGES
 """Most statements of one message. A ``kvtier.core.hints.Hint`` has ``MAX_RANGES`` and two more."""
 MAX_EXTRA_BYTES: Final = 1 << 10
 """Most bytes of extra keys per hash of a ``DescribeNotice``."""
+MAX_MEASURED: Final = 256
+"""Most measurements of a ``CostsNotice``."""
 MAX_AT_ONCE: Final = 1 << 11
 """Keys or slots that a message which changes blocks handles in one turn."""
 RECEIVED_AT_ONCE: Final = 64 << 10
@@ -323,6 +325,26 @@ class DescribeNotice(PartitionNotice):
         return sum(map(len, (self.hashes, self.tokens, self.extra_keys, *texts)))
 
 
+Measured: TypeAlias = tuple[str, str, int, float, int]
+"""Source and destination of copies, their size class, seconds per byte, and number of copies."""
+
+
+class CostsNotice(PartitionNotice):
+    """Measurements of an engine, at most once a second, for nodes that ask for descriptions.
+
+    Attributes:
+        copies: seconds of copies.
+        prefill: seconds per token, and per pair of tokens; None before any was measured.
+        num_prefills: number of measurements behind it.
+
+    Work: one addition per copy.
+    """
+
+    copies: Annotated[list[Measured], msgspec.Meta(max_length=MAX_MEASURED)]
+    prefill: tuple[float, float] | None = None
+    num_prefills: int = 0
+
+
 class ReportNotice(Message):
     """Calls to the node that failed, since the last report.
 
@@ -471,6 +493,7 @@ FromEngine: TypeAlias = (
     | ContinueNotice
     | HintNotice
     | DescribeNotice
+    | CostsNotice
     | ReportNotice
     | DetachNotice
 )
