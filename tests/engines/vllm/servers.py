@@ -57,7 +57,7 @@ class VllmServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.port = str(free_port())
         url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=url, timeout=120)
+        self.client = httpx.Client(base_url=url, timeout=600)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
