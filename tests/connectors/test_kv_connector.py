@@ -522,7 +522,7 @@ def test_hints_of_an_orchestrator_are_followed_and_unknown_ones_counted(
     harness.gets_pages(request, range(6), 0)
     harness.step()
     harness.half.finish(request, range(6))
-    assert heard == [Hint(), Hint(back_in_s=5)]
+    assert heard == [Hint(back_in_s=5)]
     counted = harness.half.manager.counts.take()
     told = {labels[0]: num for (spec, labels), num in counted.items() if spec is VLLM_HINT_ACTIONS}
     assert told == {"kv.fetch": 1, "kvtier.hint": 1, "unknown": 1}

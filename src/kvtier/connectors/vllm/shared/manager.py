@@ -20,7 +20,7 @@ from kvtier.connectors.vllm.shared.prompt import RequestBlocks, Shape, depth
 from kvtier.connectors.vllm.shared.request_state import Advice, RequestState, Way
 from kvtier.connectors.vllm.shared.step import Tell
 from kvtier.connectors.vllm.shared.tiers import EngineTiers
-from kvtier.core.hints import HintOutcome
+from kvtier.core.hints import Hint, HintOutcome
 from kvtier.core.types import DEVICE, DISK, HOST, CacheMode, LoadPolicy
 from kvtier.observe import specs
 from kvtier.plan import StepClock
@@ -295,10 +295,9 @@ class TierManager:
         if hint is None:
             return
         for part in (hint.at_end, hint.after_end) if at_end else (hint.at_begin,):
-            if self._follows_hints:
+            if self._follows_hints and part != Hint():
                 self.cache.hint(self._path(state), part, self._shape.block_sizes[0])
-                continue
-            for declined in part.declined(HintOutcome.OFF):
+            for declined in () if self._follows_hints else part.declined(HintOutcome.OFF):
                 counter = specs.SHARED_WITH_VLLM[specs.HINTS]
                 self.counts.add(counter, 1, declined.action, declined.outcome)
 
