@@ -235,3 +235,13 @@ def test_a_policy_that_loads_always_has_seconds(config: EngineConfig) -> None:
     assert list(found.unmeasured) == []
     assert found.compute_s is not None
     assert found.compute_s > 0
+
+
+def test_a_query_that_is_given_up_leaves_requests_alone(served: Running, prefix: str) -> None:
+    engine = served.engine
+    params, prompt = SamplingParams(max_tokens=4), engine.tokenizer.encode(prefix)
+    with busy(engine):
+        handle = engine.submit(prompt, params, salt="alone")
+        assert engine.preview([(prompt, params)]).cancel()
+        behind = engine.submit(prompt, params, salt="alone")
+    assert len(handle.result(60).token_ids) == len(behind.result(60).token_ids) == 4

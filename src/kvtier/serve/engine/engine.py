@@ -243,6 +243,8 @@ class Engine:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # the caller does not wait any more
             try:
                 future.set_result(function())
             except BaseException as error:  # handed to the caller
