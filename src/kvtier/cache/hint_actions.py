@@ -175,7 +175,7 @@ class HintActions(Generic[Prompt]):
         if not len(prompt):
             return HintResult(Action.PREFETCH, HintOutcome.ABSENT)
         now_s = self._clock()
-        due_s = min(due_s, now_s + MAX_BACK_S)
+        due_s = min(max(due_s, now_s), now_s + MAX_BACK_S)
         mine = self._prefetches.get(tenant, [])
         known = [it for it in mine if len(it.prompt) == len(prompt) and it.is_for(prompt)]
         for it in known:
@@ -226,8 +226,9 @@ class HintActions(Generic[Prompt]):
             begun = some[: self._calls.read(some, storage)]
             num_left += len(there) - len(begun)
             room = room - len(begun) if len(begun) == len(some) else 0
+            num_before = len(it.num_uses)  # what left memory meanwhile is read again
             it.num_uses.update(zip(begun, self._index.num_uses(begun), strict=True))
-            self._num_read[tenant] += len(begun)
+            self._num_read[tenant] += len(it.num_uses) - num_before
         if not num_left or not room:
             it.next_s = it.over_s
             if it.num_uses or not num_left:
@@ -301,7 +302,10 @@ class HintActions(Generic[Prompt]):
         """Evict the blocks of a prefetch that nothing has used since, some in each step."""
         num_uses, memory = it.num_uses, str(self._memory)
         some = list(islice(num_uses, BLOCKS_AT_ONCE))
-        states = zip(some, self._index.states_of(some, memory), strict=True)
+        states = list(zip(some, self._index.states_of(some, memory), strict=True))
+        if any(at is State.WRITING for _, at in states):  # its slots are taken until it is read
+            it.next_s = self._clock() + MIN_LEAD_S
+            return
         here = [block for block, at in states if at is State.READY]
         uses = zip(here, self._index.num_uses(here), strict=True)
         self._ladder.evict_blocks([b for b, num in uses if num == num_uses[b]], memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -253,3 +254,128 @@ def test_blocks_that_only_memory_has_are_evicted_first(make_harness: MakeHarness
     harness.lose_the_device()
     assert harness.matched(LONG_A) == []
     assert harness.matched(LONG_B) == [HOST] * 4
+
+
+def test_blocks_that_are_read_again_count_once(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hint_actions, "BLOCKS_AT_ONCE", 1)
+    hint(harness, LONG_A, SOON)
+    for _ in range(6):
+        harness.cache.clear(HOST)
+        harness.clock.now += LOOK_AGAIN_S
+        harness.cache.poll()
+        assert harness.cache.drain()
+    harness.serve(LONG_A)
+    monkeypatch.undo()
+    for prompt in LONG_B, [3] * 9:
+        assert hint(harness, prompt, SOON) == prefetched(HintOutcome.BEGUN, 4)
+
+
+def test_a_share_is_in_use_until_late_reads_have_ended(harness: Harness) -> None:
+    harness.storage.open_reads.clear()
+    for prompt in LONG_A, LONG_B, [3] * 9:
+        labels = token_labels(prompt, BLOCK_SIZE)
+        (result,) = harness.cache.hint(NS, labels, SOON)
+        assert (result.outcome is HintOutcome.SHARE) == (prompt[0] == 3)
+        harness.clock.now += 2 * KEEP_S
+        harness.cache.poll()
+    harness.storage.open_reads.set()
+    assert harness.cache.drain()
+    harness.clock.now += 1
+    harness.cache.poll()
+    assert harness.matched(LONG_A) == harness.matched(LONG_B) == [DISK] * 4
+    assert hint(harness, [3] * 9, SOON) == prefetched(HintOutcome.BEGUN, 4)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_left_of_any_actions(
+    harness: Harness, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares are kept at any time and free in the end, and nothing deleted is found again."""
+    chosen = random.Random(seed)
+    monkeypatch.setattr(hint_actions, "BLOCKS_AT_ONCE", chosen.choice([1, 3, 2048]))
+    prompts = [LONG_A, LONG_B, *([token] * 9 for token in range(3, 8))]
+    actions, deleted = harness.cache._actions, set[int]()
+
+    def one() -> None:
+        prompt = chosen.choice(prompts)
+        labels = token_labels(prompt[: chosen.choice([4, 9])], BLOCK_SIZE)
+        namespace = chosen.choice([NS, NS, b"other"])
+        match chosen.randrange(9):
+            case 0 | 1 | 2:
+                within_s = chosen.choice([0.1, 20, 3600])
+                harness.cache.hint(namespace, labels, Hint(prefetch_within_s=within_s))
+            case 3:
+                harness.cache.hint(namespace, labels, Hint(demote_from=chosen.randrange(5)))
+            case 4:
+                harness.cache.clear(chosen.choice([DEVICE, HOST]))
+            case 5:
+                harness.clock.now += chosen.choice([0.01, 1, 31])
+            case 6:
+                harness.cache.delete(NS, token_labels(prompt, BLOCK_SIZE))
+                deleted.add(prompts.index(prompt))
+            case 7:
+                harness.storage.open_reads.set()
+                harness.serve(prompt, b"other")
+            case 8:
+                harness.storage.open_reads.clear()
+
+    for _ in range(150):
+        if chosen.random() < 0.3:
+            harness.storage.open_reads.set()
+            assert harness.cache.drain()
+        one()
+        harness.cache.poll()
+        harness.check()
+        read = {
+            tenant: sum(len(it.num_uses) for it in its)
+            for tenant, its in actions._prefetches.items()
+        }
+        assert {**actions._num_read} == {tenant: num for tenant, num in read.items() if num}
+        assert all(num <= 8 for num in read.values())
+        assert sum(read.values()) <= 16
+        for at in deleted:
+            assert not harness.matched(prompts[at]), "it was deleted"
+    harness.storage.open_reads.set()
+    for _ in range(80):
+        assert harness.cache.drain()
+        harness.clock.now += 3600
+        harness.cache.poll()
+    assert not actions._prefetches
+    assert not actions._num_read
+
+
+def test_all_tenants_together_have_a_share(harness: Harness) -> None:
+    prompts = LONG_A, LONG_B
+    for tenant in b"one", b"two", b"three":
+        for prompt in prompts:
+            harness.serve(prompt, tenant)
+    harness.cache.clear(HOST)
+    harness.lose_the_device()
+    outcomes = [
+        hint(harness, prompt, SOON, tenant)[0].outcome
+        for tenant in (b"one", b"two", b"three")
+        for prompt in prompts
+    ]
+    assert outcomes == [HintOutcome.BEGUN] * 4 + [HintOutcome.SHARE] * 2
+
+
+def test_there_is_a_limit_of_prefetches_in_all(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hint_actions, "MAX_IN_ALL", 2)
+    outcomes = [hint(harness, LONG_A, LATER, bytes([at]))[0].outcome for at in range(3)]
+    assert outcomes == [HintOutcome.SCHEDULED] * 2 + [HintOutcome.SHARE]
+
+
+def test_a_second_hint_keeps_blocks_for_longer(harness: Harness) -> None:
+    hint(harness, LONG_A, SOON)
+    harness.clock.now += KEEP_S - 1
+    hint(harness, LONG_A, SOON)
+    harness.clock.now += KEEP_S - 1
+    harness.cache.poll()
+    assert harness.matched(LONG_A) == [HOST] * 4
+    harness.clock.now += 2
+    harness.cache.poll()
+    assert harness.matched(LONG_A) == [DISK] * 4
