@@ -147,6 +147,8 @@ def test_what_is_no_prompt_is_refused(node: NodeProcess) -> None:
     for prompt, reason in wrong:
         with pytest.raises(CacheError, match=reason):
             node.control.post("/cost", prompt=prompt)
+    with pytest.raises(CacheError, match="half of a surrogate pair"):
+        cost(node, [1], "\ud800")
 
 
 def test_costs_that_are_no_numbers_are_left_out(node: NodeProcess) -> None:
@@ -154,7 +156,7 @@ def test_costs_that_are_no_numbers_are_left_out(node: NodeProcess) -> None:
         number = engine.enter("odd")
         text = description(PROMPT[:4], partition=number, keys=bytes(8) + bytes([1]) * 8)
         engine.send(msgspec.structs.replace(text, is_first=True))
-        for bad in float("nan"), float("inf"), -1.0:
+        for bad in float("nan"), float("inf"), -1.0, 1e308:
             copies = [("host", "device", 1, bad, 1)]
             engine.send(protocol.CostsNotice(number, copies, (bad, bad), 3))
             wait_until(lambda: "odd" in cost(node, PROMPT), "it is known")

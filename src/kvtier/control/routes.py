@@ -41,7 +41,11 @@ class PromptBody(BaseModel):
     timeout_s: float = 10.0
 
     def named(self) -> PromptName:
-        """Return the prompt. Raises ``ControlError`` if none is named, or two."""
+        """Return the prompt. Raises ``ControlError`` if none is named, or two.
+
+        Raises ``UnicodeEncodeError`` for a text with half of a surrogate pair.
+        """
+        (self.tenant + self.prompt if isinstance(self.prompt, str) else self.tenant).encode()
         if [self.keys, self.prompt, self.chat].count(None) != 2:
             raise ControlError("name a prompt, either by keys or as prompt or chat")
         return PromptName(self.room, self.keys, self.prompt, self.tenant, self.chat)
@@ -87,7 +91,7 @@ def refusal(error: CacheError) -> JSONResponse:
 
 
 class ControlRoute(APIRoute):
-    """Route whose ``CacheError`` becomes a refusal."""
+    """Route whose ``CacheError`` becomes a refusal, and text that has no bytes, too."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -97,6 +101,8 @@ class ControlRoute(APIRoute):
                 return await handle(request)
             except CacheError as error:
                 return refusal(error)
+            except UnicodeEncodeError:  # JSON can write half of a pair
+                return refusal(ControlError("a text has half of a surrogate pair; send characters"))
 
         return refusing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,6 +176,16 @@ def test_a_chat_is_named_by_its_messages(served: Running) -> None:
 def test_a_malformed_hint_is_refused(served: Running, body: dict[str, Any]) -> None:
     assert post(served, "/hint", **body) in (400, 422)
     assert post(served, "/hint", "another", **body) == 401
+
+
+@pytest.mark.parametrize("route", ["/hint", "/lookup", "/delete"])
+@pytest.mark.parametrize("field", ["tenant", "prompt"])
+def test_half_of_a_surrogate_pair_is_refused(served: Running, route: str, field: str) -> None:
+    body = json.dumps({"prompt": TEXT, "kvtier": {}, field: "\ud800"})
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    answer = httpx.post(f"{served.url}{route}", content=body, headers=headers, timeout=60)
+    assert answer.status_code == 400
+    assert "half of a surrogate pair" in answer.json()["error"]
 
 
 def test_only_the_control_key_opens_it(served: Running) -> None:

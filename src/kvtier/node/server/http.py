@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric
 from pydantic import BaseModel
@@ -18,8 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier import __version__
 from kvtier.control.page import page_router
-from kvtier.control.routes import HeadAsGet, PromptBody, control_router, refusal
-from kvtier.core.errors import CacheError
+from kvtier.control.routes import ControlRoute, HeadAsGet, PromptBody, control_router
 from kvtier.node.server.control import NodeControl, NodeState, TenantState
 from kvtier.node.server.metrics import NodeMetrics
 from kvtier.node.server.node import CacheNode
@@ -89,10 +88,7 @@ def _refused(reason: str, status: int) -> Response:
 def reading_app(node: CacheNode, control: NodeControl) -> FastAPI:
     """Return the application with the routes that change nothing."""
     app = FastAPI(title="kvtier node", version=__version__, docs_url=None, redoc_url=None)
-
-    @app.exception_handler(CacheError)
-    async def refuse(request: Request, error: CacheError) -> JSONResponse:
-        return refusal(error)
+    app.router.route_class = ControlRoute
 
     @app.get("/health")
     async def health() -> dict[str, str]:
