@@ -13,14 +13,15 @@ import msgspec
 import pytest
 
 from kvtier.core.errors import ConfigError
+from kvtier.core.keys import PackedKeys
 from kvtier.core.types import DISK, HOST
 from kvtier.index import State
 from kvtier.node.client import cache as client
 from kvtier.node.client.cache import NodeCache
-from kvtier.node.config import EventsAddress, parse_events
+from kvtier.node.config import EventsAddress, TenantQuota, parse_events
 from kvtier.node.server import events
 from kvtier.node.wire.protocol import DescribeNotice, OpenRequest
-from kvtier.observe import block_events
+from kvtier.observe import block_events, publisher
 from tests.kit.waiting import wait_until
 from tests.node.harness import BLOCK, LocalNode, bare, local_node, node_cache
 from tests.observe.test_block_events import Reader
@@ -349,6 +350,8 @@ def test_changes_that_were_lost_are_published_when_blocks_are_described_again(
         {"keys": b""},
         {"keys": bytes(7)},
         {"extra_keys": bytes(3000)},
+        {"group": -1},
+        {"group": events.MAX_GROUPS},
     ],
 )
 def test_a_description_whose_parts_do_not_agree_ends_the_connection(
@@ -401,3 +404,80 @@ def test_addresses_are_given_by_model() -> None:
     for wrong in ["tcp://a:1", "tcp://a:2"], ["m=5557"], ["m=tcp://a:1", "m=tcp://a:2"]:
         with pytest.raises(ConfigError, match=f"events: '{wrong[-1]}' has no address, or"):
             parse_events(wrong)
+
+
+def test_no_tenant_publishes_at_an_address_of_another(serve: Serve) -> None:
+    quota = {"team-a": TenantQuota(64 << 10)}
+    node = serve("team-a/model", "model", "", quotas=quota)
+    published = {}
+    with ExitStack() as stack:
+        for tenant, model, name in (
+            ("team-a", "model", "team-a/model"),
+            ("team-b", "team-a/model", ""),  # the first one without an address of its own
+            ("team-c", "", None),
+            ("team-c", "model", "model"),
+            ("team-d", "model", None),  # it does not take what another has
+            ("team-a", "other", None),
+        ):
+            engine = stack.enter_context(bare(node.config.socket))
+            number = engine.enter(f"{tenant}-{model}", tenant)
+            right: dict[str, Any] = {"partition": number, "model": model, "is_first": True}
+            engine.send(description([1, 2], **right, keys=bytes(8)))
+            assert engine.ask(OpenRequest(5, b"s" * 32, BLOCK, 8)) is not None
+            if name is not None:
+                published[name] = tenant
+            addresses = node.node.events._addresses if node.node.events else {}
+            found = {name: it.published for name, it in addresses.items()}
+            assert {n: p.key.tenant for n, p in found.items() if p is not None} == published
+
+
+def changes_of(description: DescribeNotice, num_keys: int) -> list[events.Change]:
+    """Return a description, and the move of its blocks to memory, the last one first."""
+    keys = PackedKeys(b"".join(at.to_bytes(8, "big") for at in range(num_keys)), 8)
+    there = events.Described(0, keys, [HOST], bytes(num_keys), description)
+    return [there, events.KeysMoved(0, list(keys)[::-1], HOST, False)]
+
+
+def test_work_and_memory_grow_with_what_was_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    num, num_read = 500, [0]
+    read = events._extra_keys
+
+    def counting(content: bytes) -> list[object]:
+        num_read[0] += len(content)
+        return read(content)
+
+    monkeypatch.setattr(events, "_extra_keys", counting)
+    prompt = list(range(num * SIZE))
+    extra_keys = msgspec.msgpack.encode([["x" * 500]] * num)
+    described = description(prompt, keys=b"", extra_keys=extra_keys)
+    keyed = events.KeyedEvents([HOST])
+    found = list(keyed.of(changes_of(described, num)))
+    assert len(found) == num, "they came in the wrong order"
+    assert all(event["extra_keys"] == [["x" * 500]] for event in found)
+    assert num_read[0] < 3 * len(extra_keys)
+    assert not any(block.facts.num_bytes for block in keyed._known.values()), "what one may hold"
+    assert keyed._num_bytes > len(extra_keys)
+
+
+def test_events_and_batches_have_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_EVENT_BYTES", 64)
+    monkeypatch.setattr(publisher, "MAX_TOKENS", 40)
+    num = 100
+    described, moved = changes_of(description(list(range(num * SIZE))), num)
+    assert isinstance(moved, events.KeysMoved)
+    in_order = moved._replace(blocks=moved.blocks[::-1])
+    batches = list(publisher._batches(events.KeyedEvents([HOST]).of([described, in_order])))
+    sizes = [[len(event["token_ids"]) for event in batch] for batch in batches]  # type: ignore[arg-type]
+    assert max(map(max, sizes)) == 16
+    assert max(map(sum, sizes)) == 48
+    assert sum(map(sum, sizes)) == num * SIZE
+
+
+def test_texts_that_are_too_long_are_not_published(serve: Serve, attach: Attach) -> None:
+    node = serve("")
+    cache = attach(node)
+    with router(endpoints(node)) as reads:
+        store(cache, [3, 4], salt="s" * 2000)
+        store(cache, [1, 2], salt="s" * 500)
+        wait_until(lambda: known(reads)[DISK], "the other is published")
+        assert known(reads)[HOST] == {hash_of(key_of(1, 2))}

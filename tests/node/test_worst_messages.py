@@ -190,7 +190,7 @@ WORST: dict[type[FromEngine], Callable[[Harness], list[FromEngine]]] = {
         described(its.partition, its.known[:8], bytes(MAX_DESCRIBED_BYTES)),
     ],
     protocol.CostsNotice: lambda its: [
-        protocol.CostsNotice(its.partition, [("a" * 50_000, "b", 1, 1.0, 1)] * MAX_MEASURED)
+        protocol.CostsNotice(its.partition, [("a" * 256, "b", 1, 1.0, 1)] * MAX_MEASURED)
     ],
     protocol.ReportNotice: lambda its: [protocol.ReportNotice(1 << 63, 1 << 63)],
 }

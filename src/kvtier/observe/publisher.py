@@ -34,6 +34,8 @@ TICK_S = 0.1
 """Polling interval of the log. Events between two polls form one batch."""
 MAX_EVENTS = 256
 """Largest number of events in one batch."""
+MAX_TOKENS = 1 << 18
+"""Tokens in the events of a batch beyond which it is complete."""
 MAX_UNREAD = 1000
 """Batches queued per subscriber. A slow one loses further batches; it sees the gap in the numbers
 and may request a replay."""
@@ -309,5 +311,13 @@ def is_local(endpoint: str) -> bool:
 
 
 def _batches(events: Iterator[BlockEvent], most: int = MAX_EVENTS) -> Iterator[list[BlockEvent]]:
-    while batch := list(islice(events, most)):
+    batch, num_tokens = list[BlockEvent](), 0
+    for event in events:
+        batch.append(event)
+        tokens = event.get("token_ids")
+        num_tokens += len(tokens) if isinstance(tokens, list) else 0
+        if len(batch) >= most or num_tokens >= MAX_TOKENS:
+            yield batch
+            batch, num_tokens = [], 0
+    if batch:
         yield batch

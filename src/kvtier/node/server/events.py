@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -56,6 +56,13 @@ DYNAMO_SALT = "dynamo-cache-salt:"
 """Dynamo's front end puts it before salts; descriptions have salts without it."""
 HASH_BYTES = 8
 """Length of a hash that is published as an integer."""
+MAX_BLOCK_TOKENS = 1 << 16
+"""Blocks with more tokens are not published."""
+MAX_TEXT_BYTES = 1 << 10
+"""Nor are those with longer texts, such as salts: each event of a block has them."""
+MAX_EVENT_BYTES = 64 << 10
+"""Bytes of tokens beyond which a run of blocks has another event."""
+MAX_GROUPS = 1 << 10
 MAX_WARNED = 256
 """Models without an address that are named in the log."""
 
@@ -98,15 +105,16 @@ Change = Described | KeysMoved
 class _Block:
     """A block with a description.
 
-    facts: the description without its blocks. at: position of the first hash in it. parent: the
-    hash before the block. num_bytes: memory that it needs. where: bit set of its tiers.
+    facts: the description without its blocks. parent: the hash before the block. extra_keys: of
+    its own hashes, as a description has them. num_bytes: memory that it needs. where: bit set of
+    its tiers.
     """
 
     facts: DescribeNotice
-    at: int
     parent: bytes
     hashes: bytes
     tokens: bytes
+    extra_keys: bytes
     num_bytes: int
     where: int = 0
 
@@ -168,9 +176,10 @@ class KeyedEvents:
 
     def _learn(self, keys: Sequence[bytes], notice: DescribeNotice) -> list[_Block]:
         """Return the blocks with these keys; remember those that are new."""
-        facts = replace(notice, keys=b"", hashes=b"", parent=b"", tokens=b"", is_first=False)
+        without = dict.fromkeys(("keys", "hashes", "parent", "tokens", "extra_keys"), b"")
+        facts = replace(notice, **without, is_first=False)
         size, num_token_bytes = len(notice.hashes) // len(keys), len(notice.tokens) // len(keys)
-        num_bytes = BLOCK_BYTES + notice.num_bytes // len(keys)
+        num_bytes = BLOCK_BYTES + size + num_token_bytes + notice.num_text_bytes
         extra_keys = _extra_keys(notice.extra_keys)
         self._sizes[notice.group] = num_token_bytes
         found, above = [], notice.parent
@@ -181,9 +190,11 @@ class KeyedEvents:
             else:
                 tokens = notice.tokens[at * num_token_bytes : (at + 1) * num_token_bytes]
                 first = at * size // notice.hash_bytes
-                block = self._known[key] = _Block(facts, first, above, hashes, tokens, num_bytes)
-                self._num_bytes += num_bytes
-                own = extra_keys[first : first + len(hashes) // notice.hash_bytes]
+                own = extra_keys[first : first + size // notice.hash_bytes]
+                extra = msgspec.msgpack.encode(own) if any(own) else b""
+                block = _Block(facts, above, hashes, tokens, extra, num_bytes + len(extra))
+                self._known[key] = block
+                self._num_bytes += block.num_bytes
                 if notice.lora_name is None and _is_text(notice.salt, own):
                     self._named[_name(block)] = key
             found.append(self._known[key])
@@ -229,16 +240,18 @@ class KeyedEvents:
 
     def _stored(self, blocks: Sequence[_Block], tier: str) -> Iterator[Event]:
         """Yield an event for each run of blocks one behind the other."""
-        first = 0
+        first, num_bytes = 0, 0
         for end in range(1, len(blocks) + 1):
+            num_bytes += len(blocks[end - 1].tokens)
             if (
                 end == len(blocks)
                 or end - first == MAX_AT_ONCE
+                or num_bytes >= MAX_EVENT_BYTES
                 or blocks[end].parent != blocks[end - 1].last_hash
-                or not _are_alike(blocks[end].facts, blocks[first].facts)
+                or blocks[end].facts != blocks[first].facts
             ):
                 yield {**_event(blocks[first:end]), **self._media[tier]}
-                first = end
+                first, num_bytes = end, 0
 
     def snapshot(self) -> Iterator[Event]:
         """Yield events that bring a new reader to the present state.
@@ -258,17 +271,12 @@ class KeyedEvents:
             yield from self._stored([block for block in ordered if block.where & bit], tier)
 
 
-def _are_alike(facts: DescribeNotice, others: DescribeNotice) -> bool:
-    """Whether one event can have blocks of both: extra keys are those of one description."""
-    return facts is others or (not facts.extra_keys and facts == others)
-
-
 def _event(blocks: Sequence[_Block]) -> Event:
     """Return the event of blocks one behind the other, without their medium."""
     facts, parent = blocks[0].facts, blocks[0].parent
     tokens = np.frombuffer(b"".join(block.tokens for block in blocks), TOKEN_DTYPE).tolist()
     hashes = [one for block in blocks for one in _hashes(block)]
-    extra_keys = _extra_keys(facts.extra_keys)[blocks[0].at : blocks[0].at + len(hashes)]
+    extra_keys = [one for block in blocks for one in _own_extra_keys(block)]
     return {
         **stored(
             hashes,
@@ -319,6 +327,11 @@ def _extra_keys(content: bytes) -> list[object]:
         return []
 
 
+def _own_extra_keys(block: _Block) -> list[object]:
+    """Return what each hash of a block covers besides tokens."""
+    return _extra_keys(block.extra_keys) or [None] * len(_hashes(block))
+
+
 class _Address:
     """An address, and what is published there. name: its model; "" until one claims it."""
 
@@ -338,12 +351,19 @@ class NodeEvents:
         addresses: by model, or by tenant and model as in "team-a/model"; one of "" is for the first
             model that is described and has none of its own.
         tiers: of the node.
+        tenants: those that are known. "team-a/model" is nobody else's if team-a is one of them.
 
     Raises:
         ConfigError: an address can't be bound, or a package is missing.
     """
 
-    def __init__(self, addresses: Mapping[str, EventsAddress], tiers: Sequence[str]) -> None:
+    def __init__(
+        self,
+        addresses: Mapping[str, EventsAddress],
+        tiers: Sequence[str],
+        tenants: Collection[str] = (),
+    ) -> None:
+        self._tenants = tenants
         self._addresses: dict[str, _Address] = {}
         self._without: set[str] = set()  # models without an address
         try:
@@ -370,23 +390,29 @@ class NodeEvents:
         """
         keys = split_keys(notice.keys, partition.key.key_bytes)
         _check(notice, len(keys))
-        address = self._address(f"{partition.key.tenant}/{notice.model}", notice.model)
+        address = self._address(partition.key.tenant, notice.model)
         if address is None:
             return
         if address.published is not partition:
             if not notice.is_first:
                 return
             self._publish(number, partition, address)
-        address.log.put(Described(number, keys, *partition.tier_states(keys), notice))
+        has_long = len(notice.tokens) > len(keys) * MAX_BLOCK_TOKENS * TOKEN_BYTES
+        if notice.num_text_bytes <= MAX_TEXT_BYTES and not has_long:
+            address.log.put(Described(number, keys, *partition.tier_states(keys), notice))
 
-    def _address(self, *names: str) -> _Address | None:
-        for name in names:
-            if name in self._addresses:
-                return self._addresses[name]
-        address, (name, model) = self._addresses.get(""), names
-        if address is not None and address.model in ("", name):
-            address.model = name
-            return address
+    def _address(self, tenant: str, model: str) -> _Address | None:
+        """Return the address of a tenant's model. What one tenant has published at is only its."""
+        name, (first, slash, _) = f"{tenant}/{model}", model.partition("/")
+        found, rest = self._addresses.get(name), self._addresses.get("")
+        is_others = slash and first != tenant and first in self._tenants
+        if found is None and model and not is_others:
+            found = self._addresses.get(model)
+        if found is None and rest is not None and rest.model in ("", name):
+            rest.model, found = name, rest
+        has = None if found is None else found.published
+        if found is not None and (has is None or has.key.tenant == tenant):
+            return found
         if name not in self._without and len(self._without) < MAX_WARNED:
             self._without.add(name)
             logger.warning("no events of %s: give --events %s=ADDRESS", name, model)
@@ -431,6 +457,7 @@ def _check(notice: DescribeNotice, num_keys: int) -> None:
     num, rest = divmod(len(notice.hashes), max(1, hash_bytes) * max(1, num_keys))
     is_right = num_keys > 0 and size > 0 and hash_bytes > 0 and num > 0 and not rest
     is_right &= len(notice.parent) in (0, hash_bytes)
+    is_right &= 0 <= notice.group < MAX_GROUPS
     is_right &= len(notice.extra_keys) <= MAX_EXTRA_BYTES * num * num_keys
     if not is_right or len(notice.tokens) != num * num_keys * size * TOKEN_BYTES:
         raise ProtocolError("keys, hashes and tokens of a description don't agree")

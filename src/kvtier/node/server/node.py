@@ -94,7 +94,13 @@ class CacheNode:
             config.directory, config.host_bytes, config.segment_bytes, device, config.disk_path
         )
         self.events = (
-            NodeEvents(config.events, [HOST, *self.storage_names]) if config.events else None
+            NodeEvents(
+                config.events,
+                [HOST, *self.storage_names],
+                {*config.quotas, *config.tenant_users},
+            )
+            if config.events
+            else None
         )
         self.quotas = dict(config.quotas)
         self.disk_space = DiskSpace(

@@ -319,13 +319,19 @@ class DescribeNotice(PartitionNotice):
     extra_keys: bytes = b""
 
     @property
+    def num_text_bytes(self) -> int:
+        """Bytes of its texts, about."""
+        return sum(map(len, (self.salt or "", self.lora_name or "", self.kind or "")))
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of what it says of its blocks, about."""
-        texts = self.salt or "", self.lora_name or "", self.kind or ""
-        return sum(map(len, (self.hashes, self.tokens, self.extra_keys, *texts)))
+        content = self.hashes, self.tokens, self.extra_keys
+        return self.num_text_bytes + sum(map(len, content))
 
 
-Measured: TypeAlias = tuple[str, str, int, float, int]
+_Tier = Annotated[str, msgspec.Meta(max_length=256)]
+Measured: TypeAlias = tuple[_Tier, _Tier, int, float, int]
 """Source and destination of copies, their size class, seconds per byte, and number of copies."""
 
 
