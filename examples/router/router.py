@@ -140,10 +140,12 @@ def _passed(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Send each request to the cheapest server.")
-    parser.add_argument("servers", nargs="+", metavar="URL", help="of each server")
+    parser.add_argument("servers", nargs="+", metavar="URL", help="http://HOST:PORT of each server")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=9000)
     parser.add_argument("--deadline-s", type=float, default=DEADLINE_S)
     options = parser.parse_args()
+    if wrong := [url for url in options.servers if not url.startswith(("http://", "https://"))]:
+        parser.error(f"{wrong[0]!r} does not begin with http:// or https://")
     router = Router(options.servers, options.deadline_s)
-    uvicorn.run(router.app, host=options.host, port=options.port)
+    uvicorn.run(router.app, host=options.host, port=options.port, date_header=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
@@ -26,7 +27,11 @@ from kvtier.core.errors import CacheError
 PATHS = frozenset({"/lookup", "/prefetch", "/pin", "/unpin", "/hint", "/delete", "/clear"})
 
 
-class PromptBody(BaseModel):
+class ControlBody(BaseModel, extra="forbid"):
+    """Body of a request. With a misspelt ``prompt`` a deletion would be that of a tenant."""
+
+
+class PromptBody(ControlBody):
     """A prompt.
 
     In a node it is named by the keys of its blocks in their order, in hexadecimal; in a server by
@@ -47,7 +52,7 @@ class PromptBody(BaseModel):
         """
         (self.tenant + self.prompt if isinstance(self.prompt, str) else self.tenant).encode()
         if [self.keys, self.prompt, self.chat].count(None) != 2:
-            raise ControlError("name a prompt, either by keys or as prompt or chat")
+            raise ControlError("name the prompt by exactly one of keys, prompt and chat")
         return PromptName(self.room, self.keys, self.prompt, self.tenant, self.chat)
 
 
@@ -57,7 +62,7 @@ class PinBody(PromptBody):
     seconds: float
 
 
-class UnpinBody(BaseModel):
+class UnpinBody(ControlBody):
     """A pin to be ended."""
 
     room: str = ""
@@ -76,7 +81,7 @@ class DeleteBody(PromptBody):
     timeout_s: float = 60.0
 
 
-class ClearBody(BaseModel):
+class ClearBody(ControlBody):
     """Rooms to be emptied: one, or all."""
 
     room: str = ""
@@ -90,8 +95,24 @@ def refusal(error: CacheError) -> JSONResponse:
     return JSONResponse({"error": str(error)}, 404 if is_unknown else 400)
 
 
+def _invalid(error: RequestValidationError) -> ControlError:
+    """Return one sentence about a body, without its values: FastAPI's answer repeats the prompt.
+
+    Names are in ASCII: they may have half of a surrogate pair.
+    """
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"][1:]))
+    if not name or first["type"] == "json_invalid":
+        return ControlError(
+            'the body must be a JSON object, sent with the header "Content-Type: application/json"'
+        )
+    if first["type"] == "extra_forbidden":
+        return ControlError(f"{name!a} is no field of this request")
+    return ControlError(f"{name!a}: {first['msg']}")
+
+
 class ControlRoute(APIRoute):
-    """Route whose ``CacheError`` becomes a refusal, and text that has no bytes, too."""
+    """Route that refuses by ``CacheError``, bodies that do not fit, and text that has no bytes."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -103,6 +124,8 @@ class ControlRoute(APIRoute):
                 return refusal(error)
             except UnicodeEncodeError:  # JSON can write half of a pair
                 return refusal(ControlError("a text has half of a surrogate pair; send characters"))
+            except RequestValidationError as error:
+                return refusal(_invalid(error))
 
         return refusing
 

@@ -171,21 +171,50 @@ def test_a_chat_is_named_by_its_messages(served: Running) -> None:
         {"prompt": TEXT, "kvtier": {"prefetch": {}}},
         {"prompt": TEXT, "chat": {}, "kvtier": {}},
         {"kvtier": {"ended": True}},
+        {"prompt": TEXT, "kvtier": 5},
     ],
 )
 def test_a_malformed_hint_is_refused(served: Running, body: dict[str, Any]) -> None:
-    assert post(served, "/hint", **body) in (400, 422)
+    assert post(served, "/hint", **body) == 400
     assert post(served, "/hint", "another", **body) == 401
 
 
 @pytest.mark.parametrize("route", ["/hint", "/lookup", "/delete"])
 @pytest.mark.parametrize("field", ["tenant", "prompt"])
 def test_half_of_a_surrogate_pair_is_refused(served: Running, route: str, field: str) -> None:
-    body = json.dumps({"prompt": TEXT, "kvtier": {}, field: "\ud800"})
+    body: dict[str, object] = {"prompt": TEXT, field: "\ud800"}
+    if route == "/hint":
+        body["kvtier"] = {}
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    answer = httpx.post(f"{served.url}{route}", content=body, headers=headers, timeout=60)
+    answer = httpx.post(
+        f"{served.url}{route}", content=json.dumps(body), headers=headers, timeout=60
+    )
     assert answer.status_code == 400
     assert "half of a surrogate pair" in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "named"),
+    [
+        ("/delete", {"promt": TEXT, "tenant": "team-a"}, "promt"),
+        ("/lookup", {"prompt": TEXT, "tenat": "team-a"}, "tenat"),
+        ("/hint", {"prompt": TEXT}, "kvtier"),
+        ("/pin", {"prompt": TEXT, "seconds": TEXT}, "seconds"),
+        ("/lookup", {"prompt": TEXT, "\ud800": 1}, "the body"),
+        ("/lookup", [TEXT], "application/json"),
+    ],
+)
+def test_a_body_that_does_not_fit_is_one_sentence_without_its_prompt(
+    served: Running, route: str, body: object, named: str
+) -> None:
+    """A deletion with a misspelt prompt would otherwise be that of the whole tenant."""
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    answer = httpx.post(
+        f"{served.url}{route}", content=json.dumps(body), headers=headers, timeout=60
+    )
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]
+    assert TEXT not in answer.text
 
 
 def test_only_the_control_key_opens_it(served: Running) -> None:

@@ -13,12 +13,17 @@ from collections.abc import Iterable
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric
-from pydantic import BaseModel
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier import __version__
 from kvtier.control.page import page_router
-from kvtier.control.routes import ControlRoute, HeadAsGet, PromptBody, control_router
+from kvtier.control.routes import (
+    ControlBody,
+    ControlRoute,
+    HeadAsGet,
+    PromptBody,
+    control_router,
+)
 from kvtier.node.server.control import NodeControl, NodeState, TenantState
 from kvtier.node.server.metrics import NodeMetrics
 from kvtier.node.server.node import CacheNode
@@ -32,7 +37,7 @@ BODY_S = 30.0
 """Longest time in which a body has to arrive."""
 
 
-class QuotaBody(BaseModel):
+class QuotaBody(ControlBody):
     """New bounds of a tenant's host memory and of its slabs, as sizes. What is None stays as it is.
 
     ceiling, disk_ceiling: "none" for no ceiling.

@@ -69,8 +69,8 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def wrong_key(sent: bool) -> ApiError:
-    found = "The API key is wrong" if sent else "The API key is missing"
+def wrong_key(sent: bool, kind: str = "API") -> ApiError:
+    found = f"The {kind} key is wrong" if sent else f"The {kind} key is missing"
     return ApiError(
         401,
         f'{found}; send the server\'s key in the header "Authorization: Bearer <key>".',

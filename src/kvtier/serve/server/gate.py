@@ -170,7 +170,7 @@ class RequestGate:
             if path not in MONITOR_PATHS and not self._service.doorman.make_room():
                 raise crowded("There are too many connections")
             if is_control:
-                _check_bearer(scope, self._control)
+                _check_bearer(scope, self._control, "control")
             elif path not in self._open_paths and name_of(path) is None:
                 _check_bearer(scope, self._keys)
             self._check_open()
@@ -199,14 +199,14 @@ def _check_encoding(scope: Scope) -> None:
             raise body_compressed(encoding.decode("latin-1"))
 
 
-def _check_bearer(scope: Scope, keys: ApiKeys | None) -> None:
+def _check_bearer(scope: Scope, keys: ApiKeys | None, kind: str = "API") -> None:
     """Raise ``ApiError`` if there are keys, and the request has none of them."""
     if keys is None:
         return
     header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, _, sent = header.partition(b" ")
     if scheme.lower() != b"bearer" or not keys.has(sent.strip()):
-        raise wrong_key(sent=bool(sent))
+        raise wrong_key(bool(sent), kind)
 
 
 def _log_failure(request_id: str, error: Exception) -> None:
