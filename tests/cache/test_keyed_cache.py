@@ -30,6 +30,16 @@ def test_stored_block_goes_on_to_storage_and_comes_back() -> None:
     assert engine.cache.origins([KEYS[0]]) == [HOST], "it came from storage once"
 
 
+def test_block_that_is_named_twice_is_read_once() -> None:
+    engine = Engine(num_host=4)
+    engine.fill(KEYS[:4])
+    engine.ladder.evict_blocks(engine.index.find_all(KEYS[:2]).known, HOST)
+    engine.cache.promote([KEYS[0], KEYS[0]])
+    (order,) = engine.carry_out()
+    assert names(order) == (name(KEYS[0]),)
+    engine.check()
+
+
 def test_names_in_storage_have_the_place_in_the_prompt() -> None:
     engine = Engine()
     assert engine.cache.reserve(KEYS[:2]) is not None

@@ -163,6 +163,19 @@ def test_costs_that_are_no_numbers_are_left_out(node: NodeProcess) -> None:
             assert cost(node, PROMPT)["odd"]["seconds"] is None
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, 0.0])
+def test_a_rate_that_is_no_number_counts_as_never_measured(
+    node: NodeProcess, engine: NodeCache, bad: float
+) -> None:
+    store(engine, PROMPT)
+    wait_until(lambda: cost(node, [9]) is not None, "it is published")
+    engine._next_costs_s = float("inf")  # none of its own
+    engine._notify(protocol.CostsNotice(0, [(HOST, DEVICE, BLOCK, bad, 9)], (1e-4, 0.0), 9))
+    wait_until(lambda: found(node, PROMPT), "the blocks are known")
+    estimate = cost(node, PROMPT)["engine"]
+    assert (estimate["load_s"], estimate["unmeasured"]) == (0.0, ["host -> device"])
+
+
 def test_without_events_there_are_no_costs(tmp_path: Path) -> None:
     with node_process(tmp_path) as node, pytest.raises(CacheError, match="start it with --events"):
         cost(node, PROMPT)

@@ -481,3 +481,11 @@ def test_texts_that_are_too_long_are_not_published(serve: Serve, attach: Attach)
         store(cache, [1, 2], salt="s" * 500)
         wait_until(lambda: known(reads)[DISK], "the other is published")
         assert known(reads)[HOST] == {hash_of(key_of(1, 2))}
+
+
+def test_moves_of_another_room_are_not_published() -> None:
+    described, moved = changes_of(description([1, 2, 3, 4]), 2)
+    assert isinstance(moved, events.KeysMoved)
+    keyed = events.KeyedEvents([HOST])
+    assert not list(keyed.of([described, moved._replace(room=1)]))
+    assert list(keyed.of([moved]))

@@ -148,7 +148,7 @@ class HintActions(Generic[Prompt]):
     def _demote(self, tenant: bytes, prompt: Prompt, block_hint: BlockHint) -> HintResult:
         """Evict blocks that a slower tier has, and let the others be evicted first."""
         named = self._calls.blocks(tenant, prompt)[block_hint.first : block_hint.end]
-        blocks, left = named[-BLOCKS_AT_ONCE:], set[BlockId]()
+        blocks, left = list(dict.fromkeys(named[-BLOCKS_AT_ONCE:])), set[BlockId]()
         tiers = self._index.tiers if self._memory is not None else ()
         has = {tier: self._ready(blocks, tier) for tier in tiers}
         for at, tier in enumerate(tiers[: len(tiers) - len(self._ladder.storages)]):
@@ -217,7 +217,7 @@ class HintActions(Generic[Prompt]):
             return None
         found = self._calls.blocks(tenant, it.prompt)
         is_first, num_left, room = not it.num_uses, 0, self._room(tenant)
-        wanted = self._missing(found)
+        wanted = list(dict.fromkeys(self._missing(found)))  # an engine may name a block twice
         for storage in self._ladder.storages:
             has = self._ready(wanted, storage)
             there = [block for block in wanted if block in has]

@@ -534,13 +534,13 @@ class LocalBlockCache(BlockCache):
 
     def _in_storage(self, keys: Sequence[bytes]) -> dict[str, list[BlockId]]:
         """Return those of the blocks that are to be read from each storage tier."""
-        found: dict[str, list[BlockId]] = {}
+        found: dict[str, dict[BlockId, None]] = {}  # each once: an engine may name one twice
         for block, states in self._found(keys):
             if states[0] is ABSENT:
                 storage = self._storage_of(block, states)
                 if storage is not None:
-                    found.setdefault(storage, []).append(block)
-        return found
+                    found.setdefault(storage, {})[block] = None
+        return {storage: list(blocks) for storage, blocks in found.items()}
 
     def _read(self, blocks: Sequence[BlockId], storage: str, urgent: bool = True) -> None:
         self.ladder.on_admit(self._index.hashes(blocks), blocks)

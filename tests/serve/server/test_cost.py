@@ -92,8 +92,11 @@ def test_text_tokens_and_messages_cost_what_their_request_does(
     (found,) = costs(served, "chat/completions", **body)
     assert found.prompt_tokens == num
     assert sum(found.reused_tokens.values()) > 0
+    scored = {"prompt": prefix, "cache_salt": "scored"}
+    usage(served, **scored)
+    assert cost(served, **scored).reused_tokens
     # All of it is computed for its log probabilities.
-    assert not cost(served, prompt=prefix, echo=True, logprobs=1).reused_tokens
+    assert not cost(served, **scored, echo=True, logprobs=1).reused_tokens
 
 
 def test_requests_before_it_are_in_the_queue(served: Running, prefix: str) -> None:
