@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from kvtier.core.hints import END, BlockHint, HintKind
+from kvtier.core.hints import END, OF_POLICIES, BlockHint, HintKind
 from kvtier.core.types import DEVICE, HOST, BlockId, Label, Slot
 from kvtier.index import State
 from kvtier.index.native_index import NativeIndex
@@ -141,7 +141,7 @@ class LearningRules(RuleBasedStateMachine):
 
     @rule(
         prompt=some_prompts,
-        word=st.sampled_from(HintKind),
+        word=st.sampled_from(OF_POLICIES),
         level=st.sampled_from([0, 50, 90]),
         first=st.integers(0, 3),
         length=st.sampled_from([1, 2, END - 3]),

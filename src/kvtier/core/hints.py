@@ -49,6 +49,10 @@ class HintKind(IntEnum):
     """The blocks leave memory if a slower tier has them. Policies get ``KEEP`` with level 0."""
 
 
+OF_POLICIES = tuple(kind for kind in HintKind if kind <= HintKind.TURN)
+"""Kinds of statements that eviction policies take."""
+
+
 class Action(StrEnum):
     """Action that a client's hint asks for, as answers and metrics name it."""
 
@@ -147,7 +151,7 @@ ACTIONS = {
 
 def check_block_hint(block_hint: BlockHint) -> None:
     """Raise ValueError if a field is out of range, or policies do not know the statement."""
-    if not 0 <= block_hint.word <= HintKind.TURN:
+    if block_hint.word not in OF_POLICIES:
         raise ValueError(f"word {block_hint.word} is not in 0 .. {HintKind.TURN:d}")
     if not 0 <= block_hint.level <= HIGHEST_PRIORITY:
         raise ValueError(f"level {block_hint.level} is not in 0 .. {HIGHEST_PRIORITY}")

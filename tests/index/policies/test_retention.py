@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.hints import END, MAX_TTL_S, BlockHint, HintKind
+from kvtier.core.hints import END, MAX_TTL_S, OF_POLICIES, BlockHint, HintKind
 from tests.index.policies.live_tier import Tier, names
 from tests.index.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
 
@@ -277,7 +277,7 @@ def test_where_nothing_is_said_there_is_no_memory_for_it(make: Make) -> None:
 
 saids = st.builds(
     lambda kind, level, first, length, lasts: (kind, level, first, first + length, lasts),
-    st.sampled_from([HintKind.KEEP, *HintKind]),
+    st.sampled_from([HintKind.KEEP, *OF_POLICIES]),
     st.sampled_from([0, 10, 50, 90, 100]),
     st.sampled_from([0, 0, 1, 3, 7]),
     st.sampled_from([1, 2, 5, 20, 20]),

@@ -31,6 +31,7 @@ QUIET = {
     "kvtier_damaged_blocks_total",
     "kvtier_failed_blocks_total",
     "kvtier_failed_copies_total",
+    "kvtier_hints_total",
     "kvtier_lookup_seconds",
     "kvtier_refused_blocks_total",
     "kvtier_scrubbed_bytes_total",
