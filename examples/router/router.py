@@ -27,8 +27,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 DEADLINE_S = 0.25
 """Time for a server to estimate a cost. It answers between two steps of its engine."""
 ALIKE = 1.25
-"""Costs within this factor of the lowest are equal: rates are measured, and differ by as much
-between equal machines."""
+"""Costs within this factor of the lowest are equal: measured rates of equal machines differ so."""
 MAX_BODY_BYTES = 32 << 20
 NOT_PASSED = frozenset({b"host", b"connection", b"content-length", b"transfer-encoding", b"expect"})
 """Headers that belong to one connection, not to the request or the answer."""
@@ -145,7 +144,7 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=9000)
     parser.add_argument("--deadline-s", type=float, default=DEADLINE_S)
     options = parser.parse_args()
-    if wrong := [url for url in options.servers if not url.startswith(("http://", "https://"))]:
-        parser.error(f"{wrong[0]!r} does not begin with http:// or https://")
-    router = Router(options.servers, options.deadline_s)
-    uvicorn.run(router.app, host=options.host, port=options.port, date_header=False)
+    if not all(url.startswith(("http://", "https://")) for url in options.servers):
+        parser.error("each URL has to begin with http:// or https://")
+    app = Router(options.servers, options.deadline_s).app
+    uvicorn.run(app, host=options.host, port=options.port, date_header=False)
