@@ -217,10 +217,15 @@ class BlockCacheSuite(ABC):
         _store(harness.cache, keys)
         harness.settle(3)
         harness.cache.poll()
-        (result,) = harness.cache.hint(keys, Hint(demote_from=16), 16)
-        assert result.action is Action.DEMOTE
         wanted = [MEMORY, STORAGE, STORAGE]
-        _until(lambda: harness.cache.lookup(keys).states == wanted, harness.cache)
+
+        def is_demoted() -> bool:
+            """A block that is still being written is held, and not demoted."""
+            (result,) = harness.cache.hint(keys, Hint(demote_from=16), 16)
+            assert result.action is Action.DEMOTE
+            return harness.cache.lookup(keys).states == wanted
+
+        _until(is_demoted, harness.cache)
         harness.cache.poll()
         harness.cache.check_invariants()
 
