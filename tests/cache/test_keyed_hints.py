@@ -31,7 +31,7 @@ def test_a_block_that_is_being_deleted_is_not_read(engine: Engine) -> None:
     known = engine.index.find_all(KEYS[:1]).known
     engine.index.lease(known, DISK)  # as a read does that began before
     engine.cache.delete(KEYS[:1])
-    assert engine.cache.act(KEYS[:4], PREFETCH) == BEGUN._replace(num_blocks=3)
+    assert engine.cache.apply_hint(KEYS[:4], PREFETCH) == BEGUN._replace(num_blocks=3)
     read = {key for order in engine.carry_out() for key in names(order)}
     assert read == {name(key) for key in KEYS[1:4]}
     engine.index.release(known, DISK)
@@ -41,17 +41,17 @@ def test_a_block_that_is_being_deleted_is_not_read(engine: Engine) -> None:
 
 def test_a_block_that_is_named_twice_is_moved_once(engine: Engine) -> None:
     twice = [*KEYS[:4], *KEYS[:4]]
-    assert engine.cache.act(twice, PREFETCH) == BEGUN
+    assert engine.cache.apply_hint(twice, PREFETCH) == BEGUN
     engine.carry_out()
     engine.check()
     demote = PREFETCH._replace(word=HintKind.DEMOTE)
-    assert engine.cache.act(twice, demote) == HintResult(Action.DEMOTE, HintOutcome.DONE, 4)
+    assert engine.cache.apply_hint(twice, demote) == HintResult(Action.DEMOTE, HintOutcome.DONE, 4)
     engine.check()
 
 
 def test_nothing_is_left_of_a_prefetch_after_clear(engine: Engine) -> None:
     for _ in range(2):
-        assert engine.cache.act(KEYS[:4], PREFETCH) == BEGUN
+        assert engine.cache.apply_hint(KEYS[:4], PREFETCH) == BEGUN
         engine.carry_out()
         assert engine.cache.has_prefetches
         engine.cache.clear()

@@ -348,6 +348,7 @@ def test_changes_that_were_lost_are_published_when_blocks_are_described_again(
         {"block_size": -1},
         {"parent": b"?"},
         {"keys": b""},
+        {"keys": bytes(16)},  # twice the same
         {"keys": bytes(7)},
         {"extra_keys": bytes(3000)},
         {"group": -1},
@@ -360,7 +361,7 @@ def test_a_description_whose_parts_do_not_agree_ends_the_connection(
     node = serve("")
     with bare(node.config.socket) as engine:
         number = engine.enter()
-        right: dict[str, Any] = {"partition": number, "keys": bytes(16), "is_first": True}
+        right: dict[str, Any] = {"partition": number, "keys": bytes(range(16)), "is_first": True}
         engine.send(description([1, 2, 3, 4], **right))
         assert engine.ask(OpenRequest(5, b"s" * 32, BLOCK, 8)) is not None
         engine.send(description([1, 2, 3, 4], **{**right, **wrong}))

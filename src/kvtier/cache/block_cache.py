@@ -248,7 +248,7 @@ class BlockCache(ABC):
 
     @abstractmethod
     def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> Sequence[HintResult]:
-        """Apply a hint to a prompt's blocks, from now on. Return what came of each action.
+        """Apply a hint to a prompt's blocks, from now on. Return the result of each action.
 
         A prefetch begins in a later ``poll``, so that it ends in time; it applies until the next
         ``on_request`` of a prompt that begins with these blocks, or ends with its time. A demotion

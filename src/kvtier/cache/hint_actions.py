@@ -33,12 +33,12 @@ MAX_PREFETCHES = 64
 """Prefetches of one tenant that are scheduled or not used yet."""
 MAX_IN_ALL = 1024
 MAX_NOTED = 4
-"""Most blocks in the prompts that one tenant has prefetched, as a multiple of those that memory
-holds: their names take memory. Twice that for all tenants."""
+"""Most blocks in the prompts of one tenant's prefetches, in multiples of memory's blocks. For all
+tenants twice that. The bound is on the memory for their names."""
 BLOCKS_AT_ONCE = 1 << 11
 """Most blocks of an action that are moved in one step."""
 KEEP_S = 30.0
-"""Time after that of a prefetch for which its blocks are kept."""
+"""Seconds for which prefetched blocks are kept after the time by which they were needed."""
 LEAD_FACTOR = 2.0
 """A prefetch begins so many times earlier than its read is expected to take."""
 MIN_LEAD_S = 0.2
@@ -177,17 +177,24 @@ class HintActions(Generic[Prompt]):
         now_s = self._clock()
         due_s = min(max(due_s, now_s), now_s + MAX_BACK_S)
         mine = self._prefetches.get(tenant, [])
-        known = [it for it in mine if len(it.prompt) == len(prompt) and it.is_for(prompt)]
-        for it in known:
-            if it.num_uses:  # being read, or in memory
-                it.over_s = max(it.over_s, due_s + KEEP_S)
-                return HintResult(Action.PREFETCH, HintOutcome.BEGUN, len(it.num_uses))
-            self._end(tenant, it)
-        others = [it for each in self._prefetches.values() for it in each]
+        known = [
+            prefetch
+            for prefetch in mine
+            if len(prefetch.prompt) == len(prompt) and prefetch.is_for(prompt)
+        ]
+        for prefetch in known:
+            if prefetch.num_uses:  # being read, or in memory
+                prefetch.over_s = max(prefetch.over_s, due_s + KEEP_S)
+                return HintResult(Action.PREFETCH, HintOutcome.BEGUN, len(prefetch.num_uses))
+            self._end(tenant, prefetch)
+        others = [prefetch for each in self._prefetches.values() for prefetch in each]
         if len(mine) >= MAX_PREFETCHES or len(others) >= MAX_IN_ALL:
             return HintResult(Action.PREFETCH, HintOutcome.SHARE)
         for noted, most in (mine, MAX_NOTED), (others, 2 * MAX_NOTED):
-            if sum(len(it.prompt) for it in noted) + len(prompt) > most * self._num_slots:
+            if (
+                sum(len(prefetch.prompt) for prefetch in noted) + len(prompt)
+                > most * self._num_slots
+            ):
                 return HintResult(Action.PREFETCH, HintOutcome.SHARE)
         begin_s = due_s - self._lead_s(len(prompt))
         new = _Prefetch(prompt, max(now_s, begin_s), due_s + KEEP_S)
@@ -207,16 +214,16 @@ class HintActions(Generic[Prompt]):
             most_s = max(most_s, read_s) if isfinite(read_s) else most_s
         return max(MIN_LEAD_S, LEAD_FACTOR * most_s)
 
-    def _begin(self, tenant: bytes, it: _Prefetch[Prompt], now_s: float) -> HintResult | None:
+    def _begin(self, tenant: bytes, prefetch: _Prefetch[Prompt], now_s: float) -> HintResult | None:
         """Begin to read the blocks of a prefetch that are not in memory, some in each step.
 
         Returns None while a look-up in storage is in flight, and in later steps.
         """
-        it.next_s = now_s + LOOK_AGAIN_S
-        if self._calls.is_pending(tenant, it.prompt):
+        prefetch.next_s = now_s + LOOK_AGAIN_S
+        if self._calls.is_pending(tenant, prefetch.prompt):
             return None
-        found = self._calls.blocks(tenant, it.prompt)
-        is_first, num_left, room = not it.num_uses, 0, self._room(tenant)
+        found = self._calls.blocks(tenant, prefetch.prompt)
+        is_first, num_left, room = not prefetch.num_uses, 0, self._room(tenant)
         wanted = list(dict.fromkeys(self._missing(found)))  # an engine may name a block twice
         for storage in self._ladder.storages:
             has = self._ready(wanted, storage)
@@ -226,18 +233,18 @@ class HintActions(Generic[Prompt]):
             begun = some[: self._calls.read(some, storage)]
             num_left += len(there) - len(begun)
             room = room - len(begun) if len(begun) == len(some) else 0
-            num_before = len(it.num_uses)  # what left memory meanwhile is read again
-            it.num_uses.update(zip(begun, self._index.num_uses(begun), strict=True))
-            self._num_read[tenant] += len(it.num_uses) - num_before
+            num_before = len(prefetch.num_uses)  # what left memory meanwhile is read again
+            prefetch.num_uses.update(zip(begun, self._index.num_uses(begun), strict=True))
+            self._num_read[tenant] += len(prefetch.num_uses) - num_before
         if not num_left or not room:
-            it.next_s = it.over_s
-            if it.num_uses or not num_left:
-                back = BlockHint(HintKind.BACK, 0, 0, END, it.over_s)
-                self._calls.retain(tenant, it.prompt, back)
-        if it.num_uses:
-            num = num_left + len(it.num_uses) if room else len(it.num_uses)
+            prefetch.next_s = prefetch.over_s
+            if prefetch.num_uses or not num_left:
+                back = BlockHint(HintKind.BACK, 0, 0, END, prefetch.over_s)
+                self._calls.retain(tenant, prefetch.prompt, back)
+        if prefetch.num_uses:
+            num = num_left + len(prefetch.num_uses) if room else len(prefetch.num_uses)
             return HintResult(Action.PREFETCH, HintOutcome.BEGUN, num) if is_first else None
-        self._end(tenant, it)
+        self._end(tenant, prefetch)
         if num_left:
             return HintResult(Action.PREFETCH, HintOutcome.SHARE)
         outcome = HintOutcome.IN_MEMORY if len(found) else HintOutcome.ABSENT
@@ -259,33 +266,48 @@ class HintActions(Generic[Prompt]):
     def _num_slots(self) -> int:
         return self._ladder.usage()[str(self._memory)].num_slots
 
-    def _end(self, tenant: bytes, it: _Prefetch[Prompt]) -> None:
-        self._prefetches[tenant].remove(it)
+    def _end(self, tenant: bytes, prefetch: _Prefetch[Prompt]) -> None:
+        self._prefetches[tenant].remove(prefetch)
         if not self._prefetches[tenant]:
             del self._prefetches[tenant]
-        self._num_read[tenant] -= len(it.num_uses)
+        self._num_read[tenant] -= len(prefetch.num_uses)
         if not self._num_read[tenant]:
             del self._num_read[tenant]
 
-    def came(self, tenant: bytes, prompt: Prompt) -> None:
-        """Note that a request for a prompt uses its blocks: they are prefetched no longer."""
-        for it in [it for it in self._prefetches.get(tenant, ()) if it.is_for(prompt)]:
-            if it.num_uses:
+    def on_request(self, tenant: bytes, prompt: Prompt) -> None:
+        """Note a request for a prompt. It uses the prefetched blocks: their prefetch ends."""
+        for prefetch in [
+            prefetch for prefetch in self._prefetches.get(tenant, ()) if prefetch.is_for(prompt)
+        ]:
+            if prefetch.num_uses:
                 self._count(HintResult(Action.PREFETCH, HintOutcome.USED))
-            self._end(tenant, it)
+            self._end(tenant, prefetch)
 
     def poll(self) -> None:
-        """Begin the prefetches that are due, and end late ones."""
+        """Begin the prefetches that are due, and end late ones.
+
+        One call looks at about ``BLOCKS_AT_ONCE`` blocks of prompts, or at one longer prompt. The
+        next call goes on, so that no step of the engine pays for many prefetches of one time.
+        """
         now_s = self._clock()
         if now_s < self._next_s:
             return
-        for tenant, mine in list(self._prefetches.items()):
-            for it in [it for it in mine if it.next_s <= now_s]:
-                if now_s >= it.over_s:
-                    self._expire(tenant, it)
-                elif (result := self._begin(tenant, it, now_s)) is not None:
-                    self._count(result)
-        left = (it.next_s for mine in self._prefetches.values() for it in mine)
+        due = [
+            (tenant, prefetch)
+            for tenant, mine in self._prefetches.items()
+            for prefetch in mine
+            if prefetch.next_s <= now_s
+        ]
+        num_left = BLOCKS_AT_ONCE
+        for tenant, prefetch in sorted(due, key=lambda pair: pair[1].next_s):
+            if num_left <= 0:
+                break
+            num_left -= len(prefetch.prompt)
+            if now_s >= prefetch.over_s:
+                self._expire(tenant, prefetch)
+            elif (result := self._begin(tenant, prefetch, now_s)) is not None:
+                self._count(result)
+        left = (prefetch.next_s for mine in self._prefetches.values() for prefetch in mine)
         self._next_s = min(left, default=inf)
 
     @property
@@ -298,24 +320,26 @@ class HintActions(Generic[Prompt]):
         """Whether ``poll`` has work to do now."""
         return self._next_s <= self._clock()
 
-    def _expire(self, tenant: bytes, it: _Prefetch[Prompt]) -> None:
+    def _expire(self, tenant: bytes, prefetch: _Prefetch[Prompt]) -> None:
         """Evict the blocks of a prefetch that nothing has used since, some in each step."""
-        num_uses, memory = it.num_uses, str(self._memory)
+        num_uses, memory = prefetch.num_uses, str(self._memory)
         some = list(islice(num_uses, BLOCKS_AT_ONCE))
         states = list(zip(some, self._index.states_of(some, memory), strict=True))
         if any(at is State.WRITING for _, at in states):  # its slots are taken until it is read
-            it.next_s = self._clock() + MIN_LEAD_S
+            prefetch.next_s = self._clock() + MIN_LEAD_S
             return
         here = [block for block, at in states if at is State.READY]
         uses = zip(here, self._index.num_uses(here), strict=True)
         self._ladder.evict_blocks([b for b, num in uses if num == num_uses[b]], memory)
         if len(some) < len(num_uses):
-            it.num_uses = {block: num_uses[block] for block in islice(num_uses, len(some), None)}
+            prefetch.num_uses = {
+                block: num_uses[block] for block in islice(num_uses, len(some), None)
+            }
             self._num_read[tenant] -= len(some)
             return
         outcome = HintOutcome.EXPIRED if num_uses else HintOutcome.ABSENT
         self._count(HintResult(Action.PREFETCH, outcome))
-        self._end(tenant, it)
+        self._end(tenant, prefetch)
 
     def clear(self) -> None:
         """Forget all prefetches."""

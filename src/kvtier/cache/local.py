@@ -410,7 +410,7 @@ class LocalBlockCache(BlockCache):
     def on_request(self, keys: Iterable[bytes]) -> None:
         if self._actions.has_prefetches:
             keys = list(keys)
-            self._actions.came(b"", keys)
+            self._actions.on_request(b"", keys)
         self._index.on_request(keys, self._clock())
 
     def continues(self, keys: Iterable[bytes], last_key: bytes) -> None:
@@ -418,9 +418,11 @@ class LocalBlockCache(BlockCache):
 
     def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> Sequence[HintResult]:
         prompt = list(keys)
-        return [self.act(prompt, it) for it in hint.block_hint(block_size, self._clock())]
+        return [
+            self.apply_hint(prompt, stated) for stated in hint.block_hint(block_size, self._clock())
+        ]
 
-    def act(self, keys: Sequence[bytes], block_hint: BlockHint) -> HintResult:
+    def apply_hint(self, keys: Sequence[bytes], block_hint: BlockHint) -> HintResult:
         """Apply a client's statement to a prompt's blocks. Raises ValueError for an invalid one."""
         return self._actions.apply(b"", keys, block_hint)
 

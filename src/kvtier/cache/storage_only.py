@@ -313,7 +313,7 @@ class StorageOnlyCache:
         self._index.continues(keys, last_key)
 
     def hint(self, keys: Sequence[bytes], hint: Hint, block_size: int) -> Sequence[HintResult]:
-        """Apply a hint to a prompt's blocks, from now on. Return what came of each action.
+        """Apply a hint to a prompt's blocks, from now on. Return the result of each action.
 
         Prefetches are declined, since there is no memory to read to. A demotion lets the blocks be
         evicted first. block_size: tokens per block.

@@ -62,7 +62,7 @@ takes half a millisecond at most."""
 class PromptEstimate(NamedTuple):
     """Decision about a prompt that was not submitted.
 
-    unknown_in: storage tiers that may have more of it, and can't tell at once.
+    unknown_in: storage tiers that may have more of it, but can't answer without a wait.
     """
 
     decision: Decision
@@ -284,51 +284,6 @@ class Cache:
             is_weighed=self._weighs_costs,
         )
 
-    def estimate(
-        self, namespace: bytes, labels: Sequence[Label], num_tokens: int, grain_blocks: int = 1
-    ) -> PromptEstimate:
-        """Return the decision that ``fetch`` would make now, with measured seconds.
-
-        Changes nothing: no use is recorded, and blocks that only storage knows are counted if it
-        can tell at once, but not adopted. Arguments: see ``fetch``.
-        """
-        match, unknown_in = self._match_with_unindexed(namespace, labels)
-        costs = self._ladder.cost_snapshot()
-        decision = self.decide(match, num_tokens, grain_blocks, costs=costs)
-        if not self._weighs_costs and decision.plan.compared:  # all that is found is loaded
-            last = decision.plan.compared[-1]
-            load_s, recompute_s = last.load_s, last.recompute_s
-            plan = Plan((), last.num_blocks, load_s, recompute_s)
-            decision = replace(decision, plan=plan, is_weighed=True)
-        return PromptEstimate(decision, unknown_in)
-
-    def _match_with_unindexed(
-        self, namespace: bytes, labels: Sequence[Label]
-    ) -> tuple[Match, Sequence[str]]:
-        """Return the cached prefix with its blocks in storage that the index does not know.
-
-        The second value is the storage tiers that may have more.
-        """
-        match, unknown_in = self.match(namespace, labels), list[str]()
-        num_asked = len(labels) - match.num_blocks
-        storages = self._ladder.unindexed() if num_asked else ()
-        if storages:
-            before = self._index.key(match.blocks[-1]) if match.blocks else namespace
-            keys = keys_along(namespace, labels, match.num_blocks, num_asked, before)
-        for storage in storages:
-            num = self._mover.num_known(storage, keys)
-            if num is None:
-                unknown_in.append(storage)
-                continue
-            match = Match(
-                [*match.blocks, *[NO_BLOCK] * num],
-                match.tiers + (storage,) * num,
-                match.in_flight + (False,) * num,
-                match.num_asked,
-            )
-            keys = keys[num:]
-        return match, unknown_in if match.num_blocks < len(labels) else ()
-
     def transfer(self, lease: Lease, plan: Plan, num_blocks: int) -> bool:
         """Reserve slots for the whole request, and start the plan's copies.
 
@@ -342,7 +297,7 @@ class Cache:
             return False
         self._observer.planned(lease, plan)
         self._index.on_request(lease.namespace, lease.labels, self._clock())
-        self._actions.came(lease.namespace, lease.labels)
+        self._actions.on_request(lease.namespace, lease.labels)
         for copy in plan.copies:
             slots, new_slots = new_slots[: len(copy.blocks)], new_slots[len(copy.blocks) :]
             self._ladder.load(copy, slots)
@@ -492,7 +447,7 @@ class Cache:
     # -- hints ------------------------------------------------------------------------------------
 
     def hint(self, namespace: bytes, labels: Sequence[Label], hint: Hint) -> Sequence[HintResult]:
-        """Apply a client's hint to the blocks of a prompt. Return what came of each action.
+        """Apply a client's hint to the blocks of a prompt. Return the result of each action.
 
         The hint applies from now on, to blocks in the tiers below the device and to blocks that
         ``fetch`` has requested. LRU tiers ignore priorities; with ``client_hints="off"`` nothing is
@@ -525,6 +480,53 @@ class Cache:
         """
         now = self._clock()
         self._index.retain(namespace, labels, waits(is_waiting, now), now)
+
+    # -- prompts that were not submitted -----------------------------------------------------------
+
+    def estimate(
+        self, namespace: bytes, labels: Sequence[Label], num_tokens: int, grain_blocks: int = 1
+    ) -> PromptEstimate:
+        """Return the decision that ``fetch`` would make now, with measured seconds.
+
+        Changes nothing: no use is recorded. Blocks that only storage knows are counted if it can
+        answer without a wait, but not adopted. Arguments: see ``fetch``.
+        """
+        match, unknown_in = self._match_with_unindexed(namespace, labels)
+        costs = self._ladder.cost_snapshot()
+        decision = self.decide(match, num_tokens, grain_blocks, costs=costs)
+        if not self._weighs_costs and decision.plan.compared:  # all that is found is loaded
+            last = decision.plan.compared[-1]
+            load_s, recompute_s = last.load_s, last.recompute_s
+            plan = Plan((), last.num_blocks, load_s, recompute_s)
+            decision = replace(decision, plan=plan, is_weighed=True)
+        return PromptEstimate(decision, unknown_in)
+
+    def _match_with_unindexed(
+        self, namespace: bytes, labels: Sequence[Label]
+    ) -> tuple[Match, Sequence[str]]:
+        """Return the cached prefix with its blocks in storage that the index does not know.
+
+        The second value is the storage tiers that may have more.
+        """
+        match, unknown_in = self.match(namespace, labels), list[str]()
+        num_asked = len(labels) - match.num_blocks
+        storages = self._ladder.unindexed() if num_asked else ()
+        if storages:
+            before = self._index.key(match.blocks[-1]) if match.blocks else namespace
+            keys = keys_along(namespace, labels, match.num_blocks, num_asked, before)
+        for storage in storages:
+            num = self._mover.num_known(storage, keys)
+            if num is None:
+                unknown_in.append(storage)
+                continue
+            match = Match(
+                [*match.blocks, *[NO_BLOCK] * num],
+                match.tiers + (storage,) * num,
+                match.in_flight + (False,) * num,
+                match.num_asked,
+            )
+            keys = keys[num:]
+        return match, unknown_in if match.num_blocks < len(labels) else ()
 
     # -- deletion and control ---------------------------------------------------------------------
 

@@ -28,7 +28,10 @@ PATHS = frozenset({"/lookup", "/prefetch", "/pin", "/unpin", "/hint", "/delete",
 
 
 class ControlBody(BaseModel, extra="forbid"):
-    """Body of a request. With a misspelt ``prompt`` a deletion would be that of a tenant."""
+    """Body of a request. Unknown fields are refused.
+
+    A deletion with a misspelt ``prompt`` would delete all blocks of the tenant.
+    """
 
 
 class PromptBody(ControlBody):
@@ -50,7 +53,9 @@ class PromptBody(ControlBody):
 
         Raises ``UnicodeEncodeError`` for a text with half of a surrogate pair.
         """
-        (self.tenant + self.prompt if isinstance(self.prompt, str) else self.tenant).encode()
+        for text in self.tenant, self.prompt:
+            if isinstance(text, str):
+                text.encode()
         if [self.keys, self.prompt, self.chat].count(None) != 2:
             raise ControlError("name the prompt by exactly one of keys, prompt and chat")
         return PromptName(self.room, self.keys, self.prompt, self.tenant, self.chat)

@@ -54,7 +54,7 @@ OF_POLICIES = tuple(kind for kind in HintKind if kind <= HintKind.TURN)
 
 
 class Action(StrEnum):
-    """Action that a client's hint asks for, as answers and metrics name it."""
+    """Action of a client's hint, as answers and metrics name it."""
 
     PIN = "pin"
     """A priority above the default: evicted last, as far as the tenant's share goes."""
@@ -88,7 +88,7 @@ class HintOutcome(StrEnum):
     OFF = "off"
     """Declined: hints of clients are off."""
     SENT = "sent"
-    """Passed on to the node, which decides, and counts what came of it."""
+    """Passed on to the node, which decides, and counts the result."""
     USED = "used"
     """The request for which blocks were prefetched came."""
     EXPIRED = "expired"
@@ -131,7 +131,7 @@ class BlockHint(NamedTuple):
 
     @property
     def action(self) -> Action:
-        """The action that a client's statement asks for."""
+        """The action of a client's statement."""
         if self.word == HintKind.KEEP:
             return Action.PIN if self.level > DEFAULT_PRIORITY else Action.RETAIN
         return ACTIONS[HintKind(self.word)]
@@ -211,7 +211,7 @@ class Hint:
         ended: whether the conversation ends with this answer. Blocks that no other prompt shares
             are then evicted first.
         prefetch_within_s: seconds after this answer by which the prompt's blocks are needed in
-            memory. Those that were evicted are read from storage shortly before.
+            memory. Evicted blocks are read from storage shortly before.
         demote_from: token from which on the prompt's blocks leave memory after this answer, if a
             slower tier has them; the others are evicted first.
     """

@@ -103,7 +103,7 @@ HIT_BLOCKS = _counter(
 )
 HINTS = _counter(
     "kvtier_hints_total",
-    "Actions of clients' hints, by what came of them. A scheduled prefetch counts again when it "
+    "Actions of clients' hints, by result. A scheduled prefetch counts again when it "
     "begins, and when it was used or has expired.",
     "action",
     "outcome",

@@ -81,6 +81,19 @@ def test_a_prefetch_for_later_begins_shortly_before_its_time(harness: Harness) -
     assert counted(harness, HintOutcome.SCHEDULED) == counted(harness, HintOutcome.BEGUN) == 1
 
 
+def test_one_step_begins_few_of_the_prefetches_of_one_time(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hint_actions, "BLOCKS_AT_ONCE", 4)
+    for prompt in LONG_A, LONG_B:
+        hint(harness, prompt, LATER)
+    harness.clock.now += 100
+    for num_begun in 1, 2:
+        assert harness.cache.is_busy or num_begun == 1
+        harness.cache.poll()
+        assert counted(harness, HintOutcome.BEGUN) == num_begun
+
+
 def test_a_request_that_comes_early_ends_the_prefetch(harness: Harness) -> None:
     hint(harness, LONG_A, LATER)
     harness.serve([*LONG_A, 5, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def test_text_tokens_and_messages_cost_what_their_request_does(
     (found,) = costs(served, "chat/completions", **body)
     assert found.prompt_tokens == num
     assert sum(found.reused_tokens.values()) > 0
-    scored = {"prompt": prefix, "cache_salt": "scored"}
+    scored = {"prompt": prefix, "cache_salt": "log probabilities"}
     usage(served, **scored)
     assert cost(served, **scored).reused_tokens
     # All of it is computed for its log probabilities.
@@ -161,10 +162,18 @@ def test_a_refused_prompt_is_refused(served: Running) -> None:
 
 def test_queries_in_flight_are_bounded(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.serve.server.service.MAX_ESTIMATED", 2)
-    for _ in range(2):
-        assert len(costs(served, prompt=["x", "y"])) == 2
-        error = error_of(ask(served, "completions/cost", {"prompt": ["x", "y", "z"]}), 429)
-        assert "estimates the cost of" in error["message"]
+    error = error_of(ask(served, "completions/cost", {"prompt": ["x", "y", "z"]}), 400)
+    assert "3 prompts" in error["message"]
+    pair = {"prompt": ["x", "y"]}
+    with ThreadPoolExecutor(2) as clients:
+        for _ in range(2):
+            with busy(served.engine):
+                asked = [clients.submit(ask, served, "completions/cost", pair) for _ in range(2)]
+                first = next(as_completed(asked))
+                error = error_of(first.result(), 429)
+                assert "estimates the cost of" in error["message"]
+            (other,) = (answer for answer in asked if answer is not first)
+            assert other.result(60).status_code == 200
 
 
 def test_a_query_needs_the_key(engine: Engine) -> None:

@@ -101,6 +101,7 @@ def open_cache(
         device=DEVICE,
         metrics=metrics,
         owned=tiers,
+        # Without a listener the cache keeps every change until ``take_changes`` is called.
         on_change=None if tells_changes else lambda tier, blocks, is_removed: None,
     )
 

@@ -283,7 +283,7 @@ class NodeControl(CacheControl):
         self._registry.wake_all()
         results = []
         for stated in hint.block_hint(1, found.clock()):
-            results.append(found.cache.act(wanted, stated).as_json())
+            results.append(found.cache.apply_hint(wanted, stated).as_json())
             await asyncio.sleep(0)
         return HintedPrompt(found.key.name, len(wanted), results)
 
@@ -475,19 +475,19 @@ class NodeControl(CacheControl):
         raise ControlError(f"{what}; rooms: {names}", is_unknown=bool(name))
 
 
-def _costs(told: CostsNotice, partition: Partition) -> Costs:
+def _costs(measured: CostsNotice, partition: Partition) -> Costs:
     """Return what an engine has measured, for a planner."""
     seconds: dict[Route, dict[int, float]] = {}
     numbers: dict[Route, dict[int, int]] = {}
-    for source, target, size, per_byte, num in told.copies:
+    for source, target, size, per_byte, num in measured.copies:
         if not 0 < per_byte < inf:
             continue
         seconds.setdefault((source, target), {})[size] = per_byte
         numbers.setdefault((source, target), {})[size] = num
-    is_known = told.prefill is not None and all(0 <= term < inf for term in told.prefill)
-    prefill = PrefillCost(*told.prefill) if told.prefill is not None and is_known else None
+    is_known = measured.prefill is not None and all(0 <= term < inf for term in measured.prefill)
+    prefill = PrefillCost(*measured.prefill) if measured.prefill and is_known else None
     ways = ways_of((DEVICE, HOST), partition.cache.storages, ())
-    return Costs(seconds, prefill, {}, ways, {}, numbers, told.num_prefills)
+    return Costs(seconds, prefill, {}, ways, {}, numbers, measured.num_prefills)
 
 
 def _open_partition(partition: Partition) -> RoomState:

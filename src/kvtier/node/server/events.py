@@ -64,7 +64,7 @@ MAX_EVENT_BYTES = 64 << 10
 """Bytes of tokens beyond which a run of blocks has another event."""
 MAX_GROUPS = 1 << 10
 MAX_WARNED = 256
-"""Models without an address that are named in the log."""
+"""Most different warnings in the log."""
 
 
 class Described(NamedTuple):
@@ -351,7 +351,7 @@ class NodeEvents:
         addresses: by model, or by tenant and model as in "team-a/model"; one of "" is for the first
             model that is described and has none of its own.
         tiers: of the node.
-        tenants: those that are known. "team-a/model" is nobody else's if team-a is one of them.
+        tenants: known tenants. The address "team-a/model" is closed to others if team-a is known.
 
     Raises:
         ConfigError: an address can't be bound, or a package is missing.
@@ -365,7 +365,7 @@ class NodeEvents:
     ) -> None:
         self._tenants = tenants
         self._addresses: dict[str, _Address] = {}
-        self._without: set[str] = set()  # models without an address
+        self._warned: set[tuple[str, ...]] = set()  # what a warning was about
         try:
             for name, address in addresses.items():
                 self._addresses[name] = _Address(name, address, tiers)
@@ -389,7 +389,7 @@ class NodeEvents:
         Raises ``ProtocolError`` for a description of the wrong size.
         """
         keys = split_keys(notice.keys, partition.key.key_bytes)
-        _check(notice, len(keys))
+        _check(notice, keys)
         address = self._address(partition.key.tenant, notice.model)
         if address is None:
             return
@@ -402,7 +402,7 @@ class NodeEvents:
             address.log.put(Described(number, keys, *partition.tier_states(keys), notice))
 
     def _address(self, tenant: str, model: str) -> _Address | None:
-        """Return the address of a tenant's model. What one tenant has published at is only its."""
+        """Return the address of a tenant's model: an address belongs to its first tenant."""
         name, (first, slash, _) = f"{tenant}/{model}", model.partition("/")
         found, rest = self._addresses.get(name), self._addresses.get("")
         is_others = slash and first != tenant and first in self._tenants
@@ -410,13 +410,16 @@ class NodeEvents:
             found = self._addresses.get(model)
         if found is None and rest is not None and rest.model in ("", name):
             rest.model, found = name, rest
-        has = None if found is None else found.published
-        if found is not None and (has is None or has.key.tenant == tenant):
+        holder = None if found is None else found.published
+        if found is not None and (holder is None or holder.key.tenant == tenant):
             return found
-        if name not in self._without and len(self._without) < MAX_WARNED:
-            self._without.add(name)
-            logger.warning("no events of %s: give --events %s=ADDRESS", name, model)
+        self._warn_once("no events of %s: give --events %s=ADDRESS", name, model)
         return None
+
+    def _warn_once(self, message: str, *about: str) -> None:
+        if about not in self._warned and len(self._warned) < MAX_WARNED:
+            self._warned.add(about)
+            logger.warning(message, *about)
 
     def _publish(self, number: int, partition: Partition, address: _Address) -> None:
         """Publish another partition at an address.
@@ -425,7 +428,7 @@ class NodeEvents:
         """
         if address.published is not None:
             address.published.on_move = None
-            logger.warning(
+            self._warn_once(
                 "events of %s are of room %s from now on, no longer of %s",
                 address.model,
                 partition.key.name,
@@ -451,8 +454,11 @@ class NodeEvents:
             address.publisher.close()
 
 
-def _check(notice: DescribeNotice, num_keys: int) -> None:
+def _check(notice: DescribeNotice, keys: PackedKeys) -> None:
     """Raise ``ProtocolError`` for a description whose parts don't agree."""
+    num_keys = len(keys)
+    if len(set(keys)) < num_keys:
+        raise ProtocolError("a description names a block twice")
     size, hash_bytes = notice.block_size, notice.hash_bytes
     num, rest = divmod(len(notice.hashes), max(1, hash_bytes) * max(1, num_keys))
     is_right = num_keys > 0 and size > 0 and hash_bytes > 0 and num > 0 and not rest

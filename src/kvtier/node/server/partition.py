@@ -260,7 +260,7 @@ class Partition:
                 if word in (HintKind.WAITS, HintKind.TURN):  # by the engine, not by its client
                     self._index.retain(keys, stated, now)
                 else:
-                    self.cache.act(keys, stated)
+                    self.cache.apply_hint(keys, stated)
             except (ValueError, OverflowError) as error:
                 logger.warning("hint ignored tenant=%s error=%s", self.key.tenant, error)
             yield

@@ -37,7 +37,7 @@ MAX_KEYS: Final = 1 << 16
 MAX_KEY_BYTES: Final = 120
 """Longest key. ``MAX_KEYS`` of them, twice, fit into one frame."""
 MAX_STATEMENTS: Final = 2 * MAX_RANGES
-"""Most statements of one message. A ``kvtier.core.hints.Hint`` has ``MAX_RANGES`` and two more."""
+"""Most statements of one message. A ``kvtier.core.hints.Hint`` has at most ``MAX_RANGES`` + 2."""
 MAX_EXTRA_BYTES: Final = 1 << 10
 """Most bytes of extra keys per hash of a ``DescribeNotice``."""
 MAX_MEASURED: Final = 256
@@ -377,7 +377,7 @@ class AttachAnswer(Message):
     """Answer to ``AttachRequest``, with the memory's file descriptor.
 
     instance: name of this memory; a node that starts with new memory has another one. storages:
-    names of the storage tiers, fastest first. describes: whether engines shall describe blocks.
+    names of the storage tiers, fastest first. describes: whether engines are to describe blocks.
     """
 
     id: int

@@ -399,6 +399,8 @@ class Service:
         """Return what prompts would cost if they were submitted now. Changes nothing."""
         self._check_not_cut_short()
         prompts = [(order.prompt, order.params) for order in orders if order.is_first]
+        if len(prompts) > MAX_ESTIMATED:
+            raise bad_request(f"{len(prompts)} prompts; send {MAX_ESTIMATED} at most to this path.")
         if self._num_estimated + len(prompts) > MAX_ESTIMATED:
             raise busy(f"it estimates the cost of {self._num_estimated} prompts; try again later")
         self._num_estimated += len(prompts)

@@ -54,7 +54,7 @@ class Page:
 
 
 class PublishedPages:
-    """Pages as SGLang publishes them, and the events of those that are in kvtier's tiers.
+    """Pages as SGLang publishes them, and the events of pages in kvtier's tiers.
 
     Used on the scheduler's thread.
     """
@@ -125,7 +125,7 @@ class PublishedPages:
         yield from self._shrink()
 
     def _describe(self, event: Any) -> list[Page]:
-        """Remember the pages of an event of the tree; return those that kvtier has already."""
+        """Remember the pages of an event of the tree. Return the ones that a tier has already."""
         size, salt, parent = event.block_size, event.cache_salt, event.parent_block_hash
         hashes, tokens = event.block_hashes, event.token_ids
         if event.lora_name or not size or len(tokens) != len(hashes) * size:
@@ -164,7 +164,7 @@ class PublishedPages:
             self._salted[page.start] = page.hash
 
     def _begin_anew(self) -> Iterator[Any]:
-        """Yield the present state for readers that were told to forget all.
+        """Yield the present state, for readers that an event has made forget all.
 
         Readers can't place a page behind one that is nowhere: it waits until the tree has both.
         """
