@@ -7,7 +7,9 @@ since it was loaded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, repeat
+from operator import attrgetter
 from secrets import token_hex
 from threading import Lock, Thread
 from typing import Any
@@ -43,7 +45,7 @@ SPARSE = {
 """Methods that return the plain tensors of a sparse one, by layout."""
 
 Mark = tuple[object, ...]
-"""Place, shape, meaning and checksum of a tensor."""
+"""Place, shape, meaning and checksum of a tensor; first its identity, if its bytes are not here."""
 
 
 class WeightsInMemory:
@@ -204,33 +206,61 @@ def unreadable(name: str, tensor: torch.Tensor) -> str:
 
 def _marks(tensors: dict[str, torch.Tensor]) -> dict[str, Mark]:
     """Return the mark of each tensor. Every byte is read."""
-    plain = (torch.Tensor, torch.nn.Parameter)
-    told: list[list[object]] = []
-    here: list[tuple[int, torch.Tensor]] = []  # with the indices of their tensors
-    for at, tensor in enumerate(tensors.values()):
-        is_plain = type(tensor) in plain and tensor.layout is torch.strided
-        kind = tensor.dtype if is_plain and not tensor.is_quantized else meaning(tensor)
-        told.append([id(tensor) if tensor.is_meta else 0, kind, tensor.shape])
-        for part in parts(tensor):
-            if part.device.type == "cpu":
-                here.append((at, part if part.is_contiguous() else part.contiguous()))
-            else:
-                told[at].append(_device_checksum(part))
-            told[at] += (part.data_ptr(), part.stride(), part.is_neg(), part.is_conj())
-    pieces = [
-        (at, part.data_ptr() + start, min(PIECE_BYTES, size - start))
-        for at, part in here
-        for size in (part.nbytes,)
-        for start in range(0, size, PIECE_BYTES)
-    ]
-    checksums = crc32c_many(
-        np.array([address for _, address, _ in pieces], np.uint64),
-        np.array([size for _, _, size in pieces], np.uint64),
-        min(MAX_THREADS, num_cores()),
+    plain = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor)}
+    here = list(plain.values())
+    marks: dict[str, Mark] = dict.fromkeys(tensors, ())  # in their order
+    # Whole columns, since a large model has a thousand tensors, and this runs before each prompt.
+    columns = (
+        repeat(0, len(here)),
+        map(attrgetter("dtype"), here),
+        map(attrgetter("shape"), here),
+        map(torch.Tensor.stride, here),
+        map(torch.Tensor.data_ptr, here),
+        map(torch.Tensor.is_neg, here),
+        map(torch.Tensor.is_conj, here),
+        _checksums(here),
     )
-    for (at, _, _), checksum in zip(pieces, checksums.tolist(), strict=True):
-        told[at].append(checksum)
-    return dict(zip(tensors, map(tuple, told), strict=True))
+    marks.update(zip(plain, zip(*columns, strict=True), strict=True))
+    for name in tensors.keys() - plain.keys():
+        marks[name] = _mark(tensors[name])
+    return marks
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its own only part, and lies in one piece in host memory."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_quantized
+    )
+
+
+def _mark(tensor: torch.Tensor) -> Mark:
+    """Return the mark of a tensor of any kind."""
+    told: list[object] = [id(tensor) if tensor.is_meta else 0, meaning(tensor)]
+    for part in parts(tensor):
+        told += (part.data_ptr(), part.stride(), part.is_neg(), part.is_conj())
+        if part.device.type == "cpu":
+            told += _checksums([part.contiguous()])
+        else:
+            told.append(_device_checksum(part))
+    return tuple(told)
+
+
+def _checksums(parts: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Return the checksums of the pieces of tensors in host memory, each contiguous."""
+    pieces = [
+        (part.data_ptr() + start, min(PIECE_BYTES, size - start))
+        for part in parts
+        for size in (part.nbytes,)
+        for start in range(0, max(size, 1), PIECE_BYTES)
+    ]
+    addresses, sizes = np.array(pieces, np.uint64).reshape(-1, 2).T
+    threads = min(MAX_THREADS, num_cores())
+    found = iter(crc32c_many(addresses.copy(), sizes.copy(), threads).tolist())
+    return [tuple(islice(found, -(-max(part.nbytes, 1) // PIECE_BYTES))) for part in parts]
 
 
 def _device_checksum(part: torch.Tensor) -> bytes:
