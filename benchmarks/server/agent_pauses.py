@@ -3,8 +3,9 @@
     python -m benchmarks.server.agent_pauses             a table
     python -m benchmarks.server.agent_pauses --json -    JSON on stdout, the table on stderr
 
-A session sends a prompt, waits while a tool runs (0.2 to 5 s), and sends a longer prompt. Host
-memory holds a third of the sessions, and the disk has a limited rate. In each round every server
+A session sends a prompt, waits while a tool runs (0.2 to 5 s), and sends a longer prompt. With
+hints it says when that comes, and in its last prompt that it ends. Host memory holds a third of the
+sessions, and the disk has a limited rate. In each round every server
 gets new sessions, one server after the other. See README.md for the method.
 """
 
@@ -80,8 +81,11 @@ class Session:
         for turn in range(self.turns + 1):
             pause_s = PAUSE_S[0] * (PAUSE_S[1] / PAUSE_S[0]) ** rng.random()
             expected_s = pause_s * rng.uniform(1 - KNOWN_WITHIN, 1 + KNOWN_WITHIN)
-            given = {"back_in_s": expected_s, "prefetch": {"within_s": expected_s}}
-            said = {name: given[name] for name in hints}
+            soonest_s = expected_s / (1 + KNOWN_WITHIN)
+            given = {"back_in_s": expected_s, "prefetch": {"within_s": soonest_s}}
+            said: dict[str, object] = {name: given[name] for name in hints}
+            if hints and turn == self.turns:
+                said = {"ended": True}
             answer = server.ask(prompt, 1, kvtier=said, cache_salt=self.salt)
             if turn:
                 found.append(answer.ttft_ms)
@@ -162,9 +166,9 @@ def table(rows: Sequence[Row]) -> Table:
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of("server.agent_pauses", __doc__)
     parser.add_argument("--rounds", type=int, default=6, help="after one that warms up (6)")
-    parser.add_argument("--sessions", type=int, default=8, help="at a time (8)")
+    parser.add_argument("--sessions", type=int, default=12, help="at a time (12)")
     parser.add_argument("--turns", type=int, default=3, help="of a session, after pauses (3)")
-    parser.add_argument("--disk-bytes-per-s", type=int, default=50_000_000, help="(50 MB/s)")
+    parser.add_argument("--disk-bytes-per-s", type=int, default=100_000_000, help="(100 MB/s)")
     parser.add_argument("--one-tenant", action="store_true", help="not a tenant per session")
     parser.add_argument("--silent", action="store_true", help="no progress on stderr")
     options = parser.parse_args(arguments)

@@ -3,6 +3,7 @@
     python -m benchmarks.server.routed             a table
     python -m benchmarks.server.routed --json -    JSON on stdout, the table on stderr
     python -m benchmarks.server.routed --quick     fewer rounds
+    python -m benchmarks.server.routed --node      a node below both servers
 
 Conversations of several turns, by a few clients at a time, with the built-in model. Rounds with the
 router and rounds in turn alternate; each has conversations of its own. See README.md.
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from threading import Lock
 
 import httpx
@@ -35,7 +37,8 @@ ROUTER = Path(__file__).parents[2] / "examples" / "router" / "router.py"
 SERVE = ("-m", "kvtier.tools.cli", "serve", "--threads", "1", "--port", "0")
 TIERS = ("--device-capacity", "24MiB", "--host-capacity", "24MiB")
 """Room for 9,800 tokens per server: not for all conversations, but for half of them."""
-READY = re.compile(r"(http://127\.0\.0\.1:\d+)")
+NODE = ("-m", "kvtier.tools.cli", "node", "run", "--host-capacity", "64MiB")
+READY = re.compile(r"(http://127\.0\.0\.1:\d+|kvtier node serves)")
 MODES = ("router", "in turn")
 IDS = range(10, 4000)
 NUM_SESSIONS, NUM_TURNS, NUM_CLIENTS = 8, 4, 2
@@ -55,7 +58,7 @@ class Row:
 
 @contextmanager
 def process(*arguments: str) -> Iterator[str]:
-    """Run Python with these arguments. Yield the URL in the first line that has one."""
+    """Run Python with these arguments. Yield what is found in the line that says it is ready."""
     command = [sys.executable, *arguments]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -119,10 +122,17 @@ def one_round(mode: str, urls: Sequence[str], number: int) -> Row:
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of("server.routed", __doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--node", action="store_true", help="a node below both servers")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
     with ExitStack() as stack:
-        servers = [stack.enter_context(process(*SERVE, *TIERS)) for _ in range(2)]
+        tiers = TIERS
+        if options.node:
+            folder = stack.enter_context(TemporaryDirectory(prefix="kvtier-routed-"))
+            at = ("--socket", f"{folder}/node.sock")
+            stack.enter_context(process(*NODE, *at))
+            tiers += ("--node", at[1])
+        servers = [stack.enter_context(process(*SERVE, *tiers)) for _ in range(2)]
         router = (str(ROUTER), *servers, "--port", "0", "--deadline-s", "2")
         urls = {"router": [stack.enter_context(process(*router))], "in turn": servers}
         for number in range(2 if options.quick else 7):

@@ -160,6 +160,22 @@ def test_both_servers_keep_what_they_compute_and_receive_and_survive_each_other(
 
 @needs_nixl
 @pytest.mark.timeout(1800)
+def test_a_decode_server_alone_keeps_what_it_receives(
+    alone: Answers, without: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    decode = over_nixl(NIXL, own_connector(**_settings(tmp_path / "disk")))
+    with prefill_decode(tmp_path, NIXL, decode) as pair:
+        replies = [pair.ask(tokens) for tokens in TOKENS[:FEW]]
+        assert _answers(decoded for _, decoded in replies) == without["cold"]
+        pair.reset_pools()
+        direct = [pair.decode.ask(tokens) for tokens in TOKENS[:FEW]]
+        assert [reply.num_cached for reply in direct] == [HIT] * FEW
+        assert all(map(are_close, _answers(direct), _answers(alone["warm"])))
+        pair.prefill.reset_pool()
+
+
+@needs_nixl
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("connects", CONNECTS)
 def test_a_prefill_server_loads_what_a_decode_server_saves(
     without: dict[str, list[Answer]],
