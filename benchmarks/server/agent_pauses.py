@@ -4,9 +4,9 @@
     python -m benchmarks.server.agent_pauses --json -    JSON on stdout, the table on stderr
 
 A session sends a prompt, waits while a tool runs (0.2 to 5 s), and sends a longer prompt. With
-hints it says when that comes, and in its last prompt that it ends. Host memory holds a third of the
-sessions, and the disk has a limited rate. In each round every server
-gets new sessions, one server after the other. See README.md for the method.
+hints it gives the time of the next prompt, and the last prompt has ``ended``. Host memory holds a
+third of the sessions, and the disk has a limited rate. In each round every server gets new
+sessions, one server after the other. See README.md for the method.
 """
 
 from __future__ import annotations

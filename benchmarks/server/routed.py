@@ -58,7 +58,7 @@ class Row:
 
 @contextmanager
 def process(*arguments: str) -> Iterator[str]:
-    """Run Python with these arguments. Yield what is found in the line that says it is ready."""
+    """Run Python with these arguments. Yield the match of ``READY`` in its output."""
     command = [sys.executable, *arguments]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
