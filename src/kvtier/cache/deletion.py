@@ -29,6 +29,12 @@ class Deletion:
     blocks: frozenset[BlockId]
     names: Sequence[BlockKey]
 
+    @classmethod
+    def joined(cls, deletions: Sequence[Deletion]) -> Deletion:
+        """Return several deletions as one."""
+        names = [name for deletion in deletions for name in deletion.names]
+        return cls(frozenset().union(*(deletion.blocks for deletion in deletions)), names)
+
 
 class PromptDeletion:
     """Deletes blocks from every tier, from storage permanently. Owned by the cache's thread.

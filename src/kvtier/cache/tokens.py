@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -83,9 +84,17 @@ class Cache:
         names_codec: whether all namespaces have ``lossy_codec(config)`` in them (see
             ``Namespace.codec``). Without that a lossy codec is refused.
 
+    Attributes:
+        on_twins: called by ``commit`` with the lease, the blocks behind its prefix, their slots and
+            the lease's own, if some differ: these blocks were on the device already.
+
     Raises:
         ConfigError: the configuration is not possible.
     """
+
+    on_twins: (
+        Callable[[Lease, Sequence[BlockId], Sequence[Slot], Sequence[Slot]], object] | None
+    ) = None
 
     def __init__(
         self,
@@ -352,10 +361,24 @@ class Cache:
         self._index.learn_keys(lease.namespace, labels, made.blocks)
         lease.put(first, made.slots)
         twins = [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
+        if twins and self.on_twins is not None:
+            self.on_twins(lease, made.blocks, made.slots, ours)
         self._ladder.free(twins)
         lease.append(made.blocks, DEVICE)
         self._observer.computed(lease, len(made.blocks))
         self._use(lease, first)
+
+    @contextmanager
+    def scratch(self, num_blocks: int) -> Iterator[Sequence[Slot] | None]:
+        """Yield device slots for a computation that is not cached. None if there is no room.
+
+        No other method may be called within.
+        """
+        slots = self._ladder.allocate(num_blocks, as_neighbours=False)
+        try:
+            yield slots
+        finally:
+            self._ladder.free(slots or ())
 
     def release(self, lease: Lease, record: bool = True) -> None:
         """End the lease: its shared blocks may be evicted, and its other slots are freed.

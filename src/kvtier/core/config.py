@@ -79,6 +79,12 @@ def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
     return parse_size(text, field)
 
 
+def check_share(audit: float) -> None:
+    """Raise ``ConfigError`` unless the setting ``audit`` is a share."""
+    if not 0 <= audit <= 1:
+        raise ConfigError(f"audit: {audit} is no share of hits; give a number from 0 to 1")
+
+
 def check_storage(locations: Sequence[str]) -> None:
     """Raise ``ConfigError`` if a location has not the form "plug-in:location"."""
     for location in locations:
@@ -310,6 +316,19 @@ class LoadConfig:
     load_policy: LoadPolicy = setting(
         LoadPolicy.AUTO,
         "When KV is loaded: auto, if that is predicted to be faster than computing it, or always.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    """How many hits are verified by computing them again. ``check_share`` checks it."""
+
+    audit: float = setting(
+        0.0,
+        "Share of hits of which a part is computed again and compared, to find KV that is not what "
+        "the model computes now: 0.001 for one in a thousand; 0 for none.",
+        advice="write a number from 0 to 1",
+        panel="Cache",
     )
 
 

@@ -146,6 +146,13 @@ DAMAGED_BLOCKS = _counter(
     "Blocks read from storage whose checksum or record did not match.",
     "tier",
 )
+AUDITS = _counter(
+    "kvtier_audits_total",
+    "Audited hits, by the tier that held them: recomputed KV was equal, within_tolerance or "
+    "different; or the audit was skipped, for lack of an idle moment or of room.",
+    "tier",
+    "outcome",
+)
 USED_SLOTS = _gauge("kvtier_used_slots", "Slots in use.", "tier")
 SLOTS = _gauge("kvtier_slots", "Slots of a tier.", "tier")
 SLOT_BYTES = _gauge(
@@ -427,6 +434,7 @@ VLLM_UNCLAIMED_CHUNKS = _gauge(
     "tier",
 )
 SAME_UNDER_ENGINES = (
+    AUDITS,
     HINTS,
     PLANNED_BLOCKS,
     PROBED_BLOCKS,

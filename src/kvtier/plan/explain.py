@@ -53,6 +53,7 @@ class Actual:
     first_token_s: time since the request's arrival.
     num_failed_loads: failed loads before this plan.
     overlaps: whether the prompt was computed while it was still being loaded.
+    audit: the outcome of an audit of its cached part, in words; "" for none.
     """
 
     arrivals: Sequence[tuple[range, float]] = ()
@@ -62,6 +63,7 @@ class Actual:
     first_token_s: float | None = None
     num_failed_loads: int = 0
     overlaps: bool = False
+    audit: str = ""
 
 
 UNKNOWN = Actual()
@@ -398,6 +400,8 @@ def _notes(decision: Decision, actual: Actual) -> Iterator[str]:
             f"loads before this plan that failed or came too late: {actual.num_failed_loads}; "
             "their seconds are in the time until the first token only"
         )
+    if actual.audit:
+        yield actual.audit
     if actual.overlaps:
         yield "the first tokens were computed while others were being loaded: the seconds overlap"
 

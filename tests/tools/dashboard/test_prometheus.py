@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine]
 OF_SERVER = {*specs.CACHE, *specs.SERVER}
 REAL, STAND_IN = "kvtier", "stand-in"
 QUIET = {
+    "kvtier_audits_total",
     "kvtier_damaged_blocks_total",
     "kvtier_failed_blocks_total",
     "kvtier_failed_copies_total",

@@ -53,6 +53,14 @@ CASES = (
         {"tier": "disk"},
     ),
     Case(
+        "KvtierAuditDifferent",
+        "150m",
+        # The series begins with the first difference.
+        {'kvtier_audits_total{tier="host",outcome="different"': "_x140 1x60"},
+        {'kvtier_audits_total{tier="host",outcome="equal"': "0+1x200"},
+        {"tier": "host"},
+    ),
+    Case(
         "KvtierCopiesFail",
         "40m",
         {

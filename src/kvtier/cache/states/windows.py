@@ -26,6 +26,7 @@ from kvtier.cache.lease import Lease
 from kvtier.cache.states.lease import Snapshot, SnapshotMatch, WindowLease
 from kvtier.cache.states.stateful import StatefulCache, joined
 from kvtier.cache.token_lookup import begin_lookup
+from kvtier.cache.tokens import Cache
 from kvtier.cache.transfer import LayerGate
 from kvtier.core.config import CacheConfig
 from kvtier.core.errors import ConfigError
@@ -332,14 +333,10 @@ class WindowCache(StatefulCache):
     # -- deletion and control ---------------------------------------------------------------------
 
     def delete(self, namespace: bytes, labels: Sequence[Label]) -> Deletion:
-        of_path = super().delete(namespace, labels)
-        grain = self._shape.grain_blocks
-        blocks, names = set(of_path.blocks), list(of_path.names)
-        for key in list(next_keys(namespace, labels))[grain - 1 :: grain]:
-            of_cell = super().delete(namespace, self._cell(key))
-            blocks |= of_cell.blocks
-            names += of_cell.names
-        return Deletion(frozenset(blocks), names)
+        grain, paths = self._shape.grain_blocks, [labels]
+        keys = list(next_keys(namespace, labels))[grain - 1 :: grain]
+        paths += map(self._cell, keys)
+        return Deletion.joined([Cache.delete(self, namespace, path) for path in paths])
 
     def stored(self, namespace: bytes, labels: Sequence[Label]) -> tuple[int, bool]:
         """Return how many of a prompt's first blocks are stored with the cells that a cut needs.

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvtier.cache.audit import Distances, device_distances, stacked
 from kvtier.core.errors import CacheError
 from kvtier.core.system.memory import available_bytes
 from kvtier.layout import Attention, DType, KVGroup, Part
@@ -316,6 +318,19 @@ class CacheLayers:
             if 0 < piece.window < joined.shape[1]:
                 joined = joined[:, -piece.window :].contiguous()
             self._put(cache, piece, joined[None], num_tokens)
+
+    def distances(
+        self, blocks: torch.Tensor, found: Sequence[int], recomputed: Sequence[int]
+    ) -> Distances:
+        """Return the distances of the KV in some blocks from that in others, layer by layer."""
+        places = [torch.tensor(slots, device=blocks.device) for slots in (found, recomputed)]
+
+        def of_piece(piece: Piece) -> list[float]:
+            rows = (self._view(piece, blocks).index_select(0, at) for at in places)
+            return device_distances(*(part.transpose(1, 2).flatten(0, 1) for part in rows))
+
+        by_layer = groupby(self.pieces, lambda piece: piece.layer)
+        return stacked(map(of_piece, pieces) for _, pieces in by_layer)
 
     def join(self, cache: DynamicCache, rows: Sequence[DynamicCache], num_tokens: int) -> None:
         """Fill an empty cache with one row per cache of ``rows``, padded on the left by zeros.

@@ -34,6 +34,8 @@ LEAST_GONE = 30
 LEAST_TIMES = 5
 """Least number of requests for which a mean time is shown."""
 ORDER = (DEVICE, HOST, DISK)
+COMPARED = ("equal", "within_tolerance", "different")
+"""Outcomes of audits that took place."""
 
 
 def make_picture(
@@ -136,6 +138,7 @@ def _tier(name: str, first: Reading, now: Reading) -> Tier:
     returned, return_s = _returns(name, now, evicted)
     state = now.values.get(specs.BREAKER_STATE.name, {}).get((("tier", name),))
     slot_bytes = now.total(specs.SLOT_BYTES.name, tier=name) or None
+    audits = specs.AUDITS.name
     return Tier(
         name,
         used,
@@ -148,6 +151,8 @@ def _tier(name: str, first: Reading, now: Reading) -> Tier:
         return_s,
         now.total(specs.DAMAGED_BLOCKS.name, tier=name) or 0.0,
         grown(first, now, specs.DAMAGED_BLOCKS.name, tier=name),
+        sum(now.total(audits, tier=name, outcome=each) or 0.0 for each in COMPARED),
+        now.total(audits, tier=name, outcome=COMPARED[-1]) or 0.0,
         now.total(specs.UNWRITTEN_BLOCKS.name, tier=name) or 0.0,
         int(state) if state in (0, 1, 2, 3) else None,
         used * slot_bytes if slot_bytes and used is not None else None,

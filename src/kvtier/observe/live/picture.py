@@ -39,6 +39,8 @@ class Tier:
         return_s: median time until that request.
         damaged: blocks that could not be returned intact, since the server's start.
         damaged_recently: the same in the last minute.
+        audited, different: hits that were audited, and those of them that were different, since the
+            server's start.
         unwritten: blocks whose queued write was dropped.
         left_alone: 0 in use, 1 being retried, 2 paused after errors, 3 in use with a slab whose
             data file was truncated.
@@ -56,6 +58,8 @@ class Tier:
     return_s: float | None = None
     damaged: float = 0.0
     damaged_recently: float | None = None
+    audited: float = 0.0
+    different: float = 0.0
     unwritten: float = 0.0
     left_alone: int | None = None
     used_bytes: float | None = None

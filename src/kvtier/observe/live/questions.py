@@ -27,6 +27,8 @@ def answer(picture: Picture) -> Iterator[PageAnswer]:
         yield PageAnswer("Is it on?", said, "bad")
         return
     yield _worth(picture) if picture.node is None else _worth_of_node(picture)
+    if any(tier.audited for tier in picture.tiers):
+        yield _right(picture)
     yield _now(picture)
     yield _slow(picture)
     yield _buy(picture)
@@ -69,6 +71,16 @@ def _worth_of_node(picture: Picture) -> PageAnswer:
     if part < WORTH_SHARE:
         text += " Prompts share few prefixes, or blocks are evicted before they are looked up."
     return PageAnswer(question, text, "good" if part >= WORTH_SHARE else "plain")
+
+
+def _right(picture: Picture) -> PageAnswer:
+    question, num = "Is its KV right?", sum(tier.audited for tier in picture.tiers)
+    wrong = [f"{count(tier.different)} in {tier.name}" for tier in picture.tiers if tier.different]
+    text = f"{count(num)} hits were audited; "
+    if wrong:
+        text += f"not what the model computes: {', '.join(wrong)}. The log has the likely cause."
+        return PageAnswer(question, text, "bad")
+    return PageAnswer(question, text + "all were what the model computes.", "good")
 
 
 def _now(picture: Picture) -> PageAnswer:

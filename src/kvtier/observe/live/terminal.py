@@ -110,12 +110,12 @@ def _tiers(picture: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("tier", "hit share", "capacity", "in use", ""):
         table.add_column(name)
-    for name in ("evicted/s", "requested again", "damaged"):
+    for name in ("evicted/s", "requested again", "damaged", "audited"):
         table.add_column(name, justify="right")
     table.add_column("state")
     hits = {each["tier"]: each["recent"] for each in picture["hits"]}
     for tier in picture["tiers"]:
-        name, fill = tier["name"], tier["fill"]
+        name, fill, wrong = tier["name"], tier["fill"], tier["different"]
         table.add_row(
             Text(name),
             share(hits[name]) if name in hits else NOTHING,
@@ -125,6 +125,7 @@ def _tiers(picture: Mapping[str, Any]) -> Table:
             NOTHING if tier["evicted_per_s"] is None else f"{tier['evicted_per_s']:.1f}",
             share(tier["returned"]) if tier["evicted"] else NOTHING,
             count(tier["damaged"]),
+            count(tier["audited"]) + f", {count(wrong)} different" * bool(wrong),
             STATES.get(tier["left_alone"], ""),
         )
     return table

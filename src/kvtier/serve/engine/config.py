@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtier.core.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size, setting
+from kvtier.core.config import (
+    BLOCK_SIZE,
+    CHUNK_TOKENS,
+    AuditConfig,
+    CacheConfig,
+    check_share,
+    parse_size,
+    setting,
+)
 from kvtier.core.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -13,7 +21,7 @@ CACHE, SERVER = "Cache", "Server"
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EngineConfig(AuditConfig):
     """Settings of the engine: model, device, and limits."""
 
     model: str = "kvtier-tiny"
@@ -60,6 +68,7 @@ class EngineConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 0")
         parse_size(self.device_capacity, "device_capacity")
+        check_share(self.audit)
         if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"dtype: {self.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
         if self.events_replay and not self.events:

@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 
 import torch
 
+from kvtier.cache.audit import Auditor
 from kvtier.cache.lease import PrefixStored
 from kvtier.cache.tokens import Cache
 from kvtier.core.config import parse_size
@@ -27,6 +28,7 @@ from kvtier.devices import Finding, find_device
 from kvtier.identity import Basis, Identity
 from kvtier.observe.block_events import BlockLog
 from kvtier.observe.publisher import Publisher
+from kvtier.serve.engine.audits import Audits
 from kvtier.serve.engine.config import EngineConfig, EngineInfo
 from kvtier.serve.engine.grammar import Grammar, Grammars
 from kvtier.serve.engine.inbox import Inbox
@@ -123,12 +125,14 @@ class Engine:
         self._copier = copier
         self._events = BlockLog() if config.events else None
         self._cache = self._runner.open_cache(config.cache, copier, self._events)
+        auditor = Auditor(config.audit, self._cache.metrics)
+        self._quarantine = auditor.quarantine
+        shared = self._cache, self._runner, self.info
         self._scheduler = Scheduler(
-            self._cache,
-            self._runner,
-            self.info,
+            *shared,
             config.max_running,
             config.follow_loads,
+            Audits(auditor, *shared, self._rename) if config.audit else None,
         )
         self._inbox = Inbox(config.max_queue + config.max_running)
         self._process = OwnerProcess()
@@ -374,21 +378,32 @@ class Engine:
         patience_s = 0.0005 if self._scheduler.has_requests else IDLE_WAIT_S
         for item in self._inbox.take(patience_s if wait else 0.0):
             if isinstance(item, Request):
-                item.namespace = self._named(item.salt)
+                self._settle(item)
                 self._scheduler.add(item)
             else:
                 item()
 
     def namespace_of(self, salt: str) -> bytes:
         """Return the namespace of requests with this salt."""
-        return replace(self._namespace, salt=salt).digest
+        return self.namespaces_of(salt)[-1]
 
-    def _named(self, salt: str) -> bytes:
-        """Return the namespace of requests with this salt, known to the events from now on."""
-        namespace = self.namespace_of(salt)
+    def namespaces_of(self, salt: str) -> Sequence[bytes]:
+        """Return the namespaces that requests with this salt have had, the present one last."""
+        return self._quarantine.names(replace(self._namespace, salt=salt).digest)
+
+    def _settle(self, request: Request) -> None:
+        """Set the namespace of a request, which the events know from now on."""
+        request.namespace = self.namespace_of(request.salt)
+        if self._quarantine.is_closed(request.namespace):
+            request.labels = ()
         if self._events is not None:
-            self._events.name(namespace, salt)
-        return namespace
+            self._events.name(request.namespace, request.salt)
+
+    def _rename(self) -> None:
+        """Do not use KV any more that an audit has put in quarantine."""
+        if self._events is not None:
+            self._events.lose()
+        self._scheduler.rename(self._settle, fails_answers=False)
 
     def _hear(self, found: Identity) -> None:
         """Handle the verification of the weights against the remembered identity.
@@ -407,7 +422,7 @@ class Engine:
         if self._events is not None:
             self._events.lose()
         self._namespace = replace(self._namespace, model=found.digest)
-        self._scheduler.rename(self._named)
+        self._scheduler.rename(self._settle)
 
     def _abort(self, request: Request) -> None:
         """Abort a request. Thread-safe."""

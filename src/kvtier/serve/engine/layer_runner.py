@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from kvtier.cache.audit import Distances
 from kvtier.cache.lease import Lease
 from kvtier.cache.states import SnapshotCache
 from kvtier.cache.tokens import Cache
@@ -117,6 +118,7 @@ class LayerRunner(Runner):
         self._model = model
         self._layers = layers
         self._chunk_tokens = chunk_tokens
+        self.num_scratch = chunk_tokens // layers.block_tokens
         parameters = inspect.signature(model.forward).parameters
         self._keeps_all = "logits_to_keep" not in parameters
         self._takes_positions = "position_ids" in parameters
@@ -175,6 +177,22 @@ class LayerRunner(Runner):
             self._layers.save(cache, span.end, self._blocks, slots)
             self._layers.save_states(cache, self._blocks, lease.snapshot_slots(num_blocks))
         return logits.cpu()
+
+    def num_pieces(self, num_tokens: int) -> int:
+        """Return the chunks of a prefix; 1 at most with states, which later chunks begin from."""
+        num = num_tokens // self._chunk_tokens
+        return min(1, num) if self._layers.states else num
+
+    @torch.inference_mode()
+    def recompute(
+        self, token_ids: Sequence[int], lease: Lease, start: int, scratch: Sequence[Slot]
+    ) -> None:
+        cache = self._restored(lease.slots[: start // self.block_size], ())
+        self._forward(token_ids, start, cache, 1)
+        self._layers.save(cache, start + len(token_ids), self._blocks, scratch)
+
+    def distances(self, found: Sequence[Slot], recomputed: Sequence[Slot]) -> Distances:
+        return self._layers.distances(self._blocks, found, recomputed)
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[int], spans: Sequence[Span]) -> torch.Tensor:

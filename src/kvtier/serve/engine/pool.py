@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtier.cache.audit import Distances, device_distances, stacked
 from kvtier.core.types import Slot
 from kvtier.devices import Memory
 from kvtier.layout import KVGroup, named_layout
@@ -152,6 +153,16 @@ class KVPool:
         for view in chain.from_iterable(self._views):
             blocks = view.view(-1, self.group.block_size, *view.shape[1:])
             blocks.index_copy_(0, to, blocks.index_select(0, at))
+
+    def distances(self, found: Sequence[Slot], recomputed: Sequence[Slot]) -> Distances:
+        """Return the distances of the KV in some blocks from that in others, layer by layer."""
+        places = [self.on_device(np.array(slots, np.int64)) for slots in (found, recomputed)]
+
+        def of_part(view: torch.Tensor) -> list[float]:
+            blocks = view.view(-1, self.group.block_size, *view.shape[1:])
+            return device_distances(*(blocks.index_select(0, at).flatten(0, 1) for at in places))
+
+        return stacked(map(of_part, parts) for parts in self._views)
 
     def _select(self, part: int, view: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         """Copy rows into a reused buffer: allocating new memory would cost more than the copy."""

@@ -125,6 +125,7 @@ class Request:
     num_known: tokens of the prompt that were cached when it was queued.
     may_follow: its prefill may try once to begin before its lease is ready.
     has_followed: whether that succeeded.
+    audit: the outcome of an audit of its hit, in words.
     wants_explanation: whether to explain the source of its prompt's KV.
     hint: the client's hints.
     is_waited_for: whether the cache was told that it waits.
@@ -157,6 +158,7 @@ class Request:
     hint_results: list[HintResult] = field(default_factory=list)
     is_waited_for: bool = False
     explanation: Explanation | None = None
+    audit: str = ""
     marks: Marks = field(default_factory=Marks)
     num_broken_loads: int = 0
     num_computed: int = 0
@@ -223,6 +225,7 @@ class Request:
             first_token_s=self.first_token_s if self.tokens else None,
             num_failed_loads=self.num_broken_loads,
             overlaps=self.has_followed,
+            audit=self.audit,
         )
 
     def finish(self, reason: str, error: str = "") -> None:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from kvtier.cache.audit import Distances
 from kvtier.cache.lease import Lease
 from kvtier.cache.tokens import Cache
 from kvtier.cache.transfer import LayerGate
@@ -39,9 +40,13 @@ class Runner(ABC):
     grid, never on other requests.
 
     commit_chunks: chunks of a prompt that are committed together.
+    num_scratch: blocks that ``recompute`` writes.
+    has_first_layer: whether the first layer of ``distances`` is the model's first one.
     """
 
     commit_chunks = COMMIT_CHUNKS
+    num_scratch: int
+    has_first_layer = True
 
     @property
     @abstractmethod
@@ -80,6 +85,27 @@ class Runner(ABC):
 
         Returns logits: float32 [num_sequences, vocab_size], on the model's device.
         """
+
+    @abstractmethod
+    def num_pieces(self, num_tokens: int) -> int:
+        """Return how many of the chunks of a prefix, the first ones, ``recompute`` can compute."""
+
+    @abstractmethod
+    def recompute(
+        self, token_ids: Sequence[int], lease: Lease, start: int, scratch: Sequence[Slot]
+    ) -> None:
+        """Compute a chunk of a prompt again, after the cached KV before it.
+
+        Args:
+            token_ids: tokens of the chunk.
+            lease: has the KV of the tokens before it; it is ready.
+            start: the chunk's first token.
+            scratch: ``num_scratch`` slots, which are overwritten: the first ones by the chunk's KV.
+        """
+
+    @abstractmethod
+    def distances(self, found: Sequence[Slot], recomputed: Sequence[Slot]) -> Distances:
+        """Return the distances of the KV in some slots from that in others, layer by layer."""
 
     @abstractmethod
     def rehearse(
@@ -127,6 +153,7 @@ class ModelRunner(Runner):
         self._model = model
         self._pool = pool
         self._chunk_tokens = chunk_tokens
+        self.num_scratch = chunk_tokens // pool.group.block_size
         self._device = model.device
         self._keeps_all = "logits_to_keep" not in inspect.signature(model.forward).parameters
         self._cache_name = cache_argument(model.forward)
@@ -161,6 +188,20 @@ class ModelRunner(Runner):
         if gate is not None:
             gate.wait()  # first: waiting for the device has no time limit
         return logits.float().cpu()
+
+    def num_pieces(self, num_tokens: int) -> int:
+        return num_tokens // self._chunk_tokens
+
+    @torch.inference_mode()
+    def recompute(
+        self, token_ids: Sequence[int], lease: Lease, start: int, scratch: Sequence[Slot]
+    ) -> None:
+        num, end = len(token_ids) // self.block_size, start + len(token_ids)
+        slots = [*lease.slots[: start // self.block_size], *scratch[:num]]
+        self.prefill_tail(token_ids, Span(slots, start, end, scratch[num:]), keep=1)
+
+    def distances(self, found: Sequence[Slot], recomputed: Sequence[Slot]) -> Distances:
+        return self._pool.distances(found, recomputed)
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[int], spans: Sequence[Span]) -> torch.Tensor:

@@ -31,6 +31,7 @@ from kvtier.cache.transfer import LayerGate
 from kvtier.core.errors import DeviceError
 from kvtier.core.types import Label
 from kvtier.plan import PromptCost
+from kvtier.serve.engine.audits import Audits
 from kvtier.serve.engine.config import EngineInfo
 from kvtier.serve.engine.request import Marks, Request, Stage, Token, Turn
 from kvtier.serve.engine.runner import Runner
@@ -84,6 +85,7 @@ class Scheduler:
         info: EngineInfo,
         max_running: int,
         follow_loads: bool = True,
+        audits: Audits | None = None,
     ) -> None:
         self._cache = cache
         self._hints = Hints(cache)
@@ -92,6 +94,7 @@ class Scheduler:
         self._grain_blocks = info.chunk_tokens // info.block_size
         self._max_running = max_running
         self.follow_loads = follow_loads
+        self._audits = audits
         self._waiting = WaitingRequests(cache)
         self._aborted: list[Request] = []
         self.running: list[Request] = []
@@ -132,7 +135,14 @@ class Scheduler:
         decoding = [r for r in self.running if r.stage is Stage.DECODE]
         if decoding:
             self._decode(decoding)
+        if self._audits is not None:
+            self._audits.step(self._is_idle)
         return bool(num_chunks or decoding)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request waits, loads or computes its prompt."""
+        return not self._waiting and all(r.stage is Stage.DECODE for r in self.running)
 
     def num_blocks(self, request: Request) -> int:
         """Return the blocks that a request may need: prompt and output."""
@@ -286,6 +296,8 @@ class Scheduler:
             request.score(start, rows)
         if end == len(request.prompt):
             request.stage = Stage.DECODE
+            if self._audits is not None:
+                self._audits.choose(request)
             if request.params.max_tokens:
                 self._add(request, choose(rows[-1:], [request.sampler])[0], rows[-1])
             else:
@@ -298,8 +310,10 @@ class Scheduler:
         assert lease is not None
         computed = min(request.num_computed, len(request.prompt))
         num_blocks = computed // grid * grid // self._info.block_size
-        if request.labels and num_blocks > lease.num_shared:
+        if request.labels and num_blocks > (first := lease.num_shared):
             self._cache.commit(lease, num_blocks)
+            if self._audits is not None:
+                self._audits.written.note(lease.blocks[first:])
 
     def _others_computed_more(self, request: Request) -> bool:
         """Whether more of the prompt was committed since the lease was taken."""
@@ -369,8 +383,12 @@ class Scheduler:
             if reason == "abort":
                 self._commit(request)
             self._hints.ends(request)
+            if self._audits is not None and request.wants_explanation and self._is_idle:
+                self._audits.audit(request)
             request.note_lease(request.lease)
-            self._cache.release(request.lease)
+            is_complete = reason in ("stop", "length")
+            if self._audits is None or not self._audits.has_ended(request, is_complete):
+                self._cache.release(request.lease)
             request.lease = None
             self._hints.has_ended(request)
         self._hints.goes(request)
@@ -386,25 +404,25 @@ class Scheduler:
             if request.stage is not Stage.DONE:
                 self._end(request, "abort")
 
-    def rename(self, namespace_of: Callable[[str], bytes]) -> None:
-        """Change the namespaces, because the KV found so far may be another model's.
+    def rename(self, settle: Callable[[Request], None], fails_answers: bool = True) -> None:
+        """Change the namespaces, because the KV found so far may be another model's, or wrong.
 
-        Requests without a token begin again. Requests that generated tokens from cached KV end with
-        an error. Those that computed all of their KV continue.
+        Requests without a token begin again. Those that computed all of their KV continue.
 
-        namespace_of: by salt.
+        settle: sets the namespace of a request.
+        fails_answers: whether requests that generated tokens from cached KV end with an error.
         """
         for request in self._everybody():
             self._waiting.end_prefetch(request)
             self._hints.goes(request)
-            request.namespace = namespace_of(request.salt)
+            settle(request)
         for request in [r for r in self.running if r.stage is not Stage.DECODE]:
             request.num_computed = request.num_cached = 0
             request.hit_tokens = {}
             self._refetch(request)
         for request in [r for r in self.running if r.stage is Stage.DECODE]:
             request.labels = ()
-            if request.num_cached:
+            if request.num_cached and fails_answers:
                 self._end(request, "error", OTHER_WEIGHTS)
 
     def fail_all(self, error: str) -> None:

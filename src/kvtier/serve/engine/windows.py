@@ -97,6 +97,8 @@ class WindowRunner(ModelRunner):
         super().__init__(model, pool, chunk_tokens)
         self._layers = layers
         self._shape = layers.shape(pool.group.block_size, chunk_tokens)
+        self.num_scratch += self._shape.ring_blocks(self.num_scratch)
+        self.has_first_layer = layers.places[0] == Place(0)
 
     @property
     def fingerprint(self) -> str:
@@ -109,6 +111,10 @@ class WindowRunner(ModelRunner):
 
     def span(self, lease: Lease, start: int, end: int) -> Span:
         return Span(lease.slots, start, end, lease.ring, lease)
+
+    def num_pieces(self, num_tokens: int) -> int:
+        """Return 1 at most: the window KV before a later chunk has left the device."""
+        return min(1, super().num_pieces(num_tokens))
 
     @torch.inference_mode()
     def prefill_tail(

@@ -75,7 +75,11 @@ class ServerControl(CacheControl):
         """Return the use of the cache by namespace. Cost on the engine's thread: O(all blocks)."""
         used = await self._call(Cache.used_by_namespace)
         pinned = await self._call(lambda cache: cache.pins.num_blocks)
-        tenants = {self._engine.namespace_of(salt): salt for salt in self._service.tenants}
+        tenants = {
+            namespace: salt
+            for salt in self._service.tenants
+            for namespace in self._engine.namespaces_of(salt)
+        }
         return ServerState(
             __version__,
             pinned,
@@ -136,9 +140,10 @@ class ServerControl(CacheControl):
             raise ControlError(f"there is no pin {number}", is_unknown=True)
 
     async def delete(self, prompt: PromptName, timeout_s: float) -> Deleted:
-        namespace, labels = await self._prompt(prompt)
+        _, labels = await self._prompt(prompt)
+        namespaces = self._engine.namespaces_of(_salt(prompt.tenant))
         return await self._delete(
-            lambda cache: cache.delete(namespace, labels),
+            lambda cache: Deletion.joined([cache.delete(name, labels) for name in namespaces]),
             check_wait(timeout_s),
             [_room(prompt.tenant)],
             len(labels),
@@ -209,8 +214,7 @@ class ServerControl(CacheControl):
                 f"the prompt has {len(given)} tokens; only whole chunks of {info.chunk_tokens} are "
                 "kept"
             )
-        tenant = "" if prompt.tenant == DEFAULT_TENANT else prompt.tenant
-        return self._engine.namespace_of(tenant), labels
+        return self._engine.namespace_of(_salt(prompt.tenant)), labels
 
     def _chat_tokens(self, chat: Mapping[str, object]) -> list[int]:
         try:
@@ -224,9 +228,9 @@ class ServerControl(CacheControl):
 
     async def _namespaces(self, room: str) -> frozenset[bytes]:
         """Return the namespaces of a room's name, or of a tenant."""
-        mine = self._engine.namespace_of("" if room == DEFAULT_TENANT else room)
+        mine = self._engine.namespaces_of(_salt(room))
         used = await self._call(Cache.used_by_namespace)
-        return frozenset({mine, *(each for each in used if each.hex()[:16] == room)})
+        return frozenset({*mine, *(each for each in used if each.hex()[:16] == room)})
 
     # -- the engine's thread -----------------------------------------------------------------------
 
@@ -251,6 +255,10 @@ class ServerControl(CacheControl):
 
 def _room(tenant: str) -> str:
     return tenant or DEFAULT_TENANT
+
+
+def _salt(tenant: str) -> str:
+    return "" if tenant == DEFAULT_TENANT else tenant
 
 
 def server_control_router(service: Service) -> APIRouter:

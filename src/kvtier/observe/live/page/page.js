@@ -169,14 +169,18 @@ function showPlans({ loaded, recomputed, loaded_recently, recomputed_recently, g
 }
 
 function showTiers(tiers) {
-  const heads = ["tier", "capacity", "in use", "evicted per second", "turnover time", "requested again after eviction", "median delay", "damaged blocks", "unwritten blocks", "state"];
+  const heads = ["tier", "capacity", "in use", "evicted per second", "turnover time", "requested again after eviction", "median delay", "damaged blocks", "audited hits", "unwritten blocks", "state"];
   fill("tiers", heads, tiers.map((each) => [
     each.name, capacity(each), each.fill === null ? "–" : share(each.fill),
     each.evicted_per_s === null ? "–" : each.evicted_per_s.toFixed(1),
     each.turnover_s === null ? "–" : seconds(each.turnover_s),
     each.evicted ? share(each.returned) : "–", each.return_s === null ? "–" : seconds(each.return_s),
-    count(each.damaged), count(each.unwritten), STATES[each.left_alone]?.[0] ?? "–",
+    count(each.damaged), audits(each), count(each.unwritten), STATES[each.left_alone]?.[0] ?? "–",
   ]), "This engine reports no tiers.");
+}
+
+function audits(tier) {
+  return count(tier.audited) + (tier.different ? `, ${count(tier.different)} different` : "");
 }
 
 function named(list, name, value) {

@@ -1,0 +1,190 @@
+"""Audits of the engine's hits, in idle moments: one chunk of a hit is computed again and compared.
+
+The chunk is computed on the grid, alone, upon the cached KV before it: in the same shapes as when
+it was computed first, so equal bits are expected. Its KV goes to free slots of the device, and is
+compared there with what the request's lease holds.
+
+A hit is audited while its request decodes, or at its end: the lease is held until the step is over.
+If other requests wait or compute their prompts then, the audit is skipped and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from kvtier.cache.audit import (
+    CAP,
+    AuditedPiece,
+    Auditor,
+    Distances,
+    Outcome,
+    WrittenBlocks,
+)
+from kvtier.cache.lease import Lease
+from kvtier.cache.tokens import Cache
+from kvtier.core.types import DEVICE, BlockId, Slot
+from kvtier.serve.engine.config import EngineInfo
+from kvtier.serve.engine.request import Request
+from kvtier.serve.engine.runner import Runner
+from kvtier.tiers.row import lossy_codec
+
+logger = logging.getLogger(__name__)
+
+ELSEWHERE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+"""Tolerance for KV that another process may have stored: its processor or its number of threads may
+round otherwise. By dtype, as in the self-check (``TOLERANCES``)."""
+
+
+class Audits:
+    """Hits that were chosen, until they are audited. Owned by the engine thread.
+
+    Args:
+        auditor: chooses and judges.
+        cache, runner, info: the engine's.
+        on_difference: called at the end of a step in which a difference was found.
+    """
+
+    def __init__(
+        self,
+        auditor: Auditor,
+        cache: Cache,
+        runner: Runner,
+        info: EngineInfo,
+        on_difference: Callable[[], None],
+    ) -> None:
+        self._auditor = auditor
+        self._cache = cache
+        self._runner = runner
+        self._info = info
+        self._on_difference = on_difference
+        self._elsewhere = ELSEWHERE[info.dtype]
+        if lossy_codec(cache.config.coding, cache.config.stores):
+            self._elsewhere = CAP  # KV that passed through such a store is not exact
+        self._chosen: dict[Request, Lease] = {}
+        self._is_wrong = False
+        self.written = WrittenBlocks()
+        cache.on_twins = self.compare_twins
+
+    def choose(self, request: Request) -> None:
+        """Draw whether to audit a request whose prefill has ended."""
+        if request.num_cached and self._auditor.chooses():
+            assert request.lease is not None
+            self._chosen[request] = request.lease
+
+    def has_ended(self, request: Request, is_complete: bool) -> bool:
+        """Whether the lease of a request that ends is held until the end of the step.
+
+        is_complete: whether it got its whole answer.
+        """
+        if request not in self._chosen:
+            return False
+        if is_complete and request.hint is None:  # hints move its blocks, which must be released
+            return True
+        self._skip(request)
+        return False
+
+    def audit(self, request: Request) -> None:
+        """Audit a request now, if it was chosen."""
+        lease = self._chosen.get(request)
+        if lease is None:
+            return
+        piece_tokens, size = self._info.chunk_tokens, self._info.block_size
+        start = piece_tokens * self._auditor.piece(self._runner.num_pieces(request.num_cached))
+        end = start + piece_tokens
+        with self._cache.scratch(self._runner.num_scratch) as slots:
+            if slots is None:
+                self._skip(request)
+                return
+            del self._chosen[request]
+            self._runner.recompute(request.prompt[start:end], lease, start, slots)
+            first = start // size
+            found = lease.slots[first : end // size]
+            distances = self._runner.distances(found, slots[: len(found)])
+        assert lease.decision is not None, "it found something"
+        tiers = lease.decision.match.tiers[first:]
+        outcome = self._judge(distances, lease.namespace, first, lease.blocks[first:], tiers)
+        said = outcome.value.replace("_", " ")
+        request.audit = f"tokens {start} to {end} were computed again and compared: {said}"
+
+    def compare_twins(
+        self,
+        lease: Lease,
+        blocks: Sequence[BlockId],
+        found: Sequence[Slot],
+        recomputed: Sequence[Slot],
+    ) -> None:
+        """Compare blocks that were on the device with what a request has computed of them, too.
+
+        For instance a prompt of whole chunks is repeated: its last token is always computed. Such
+        audits cost no forward, so all of them take place.
+
+        blocks: those behind the lease's prefix, in the slots ``found``.
+        """
+        pairs = zip(found, recomputed, strict=False)
+        twins = [at for at, (ours, theirs) in enumerate(pairs) if ours != theirs]
+        first, end = twins[0], twins[-1] + 1
+        try:
+            distances = self._runner.distances(found[first:end], recomputed[first:end])
+        except RuntimeError:
+            logger.exception("audit failed")
+            return
+        tiers = (DEVICE,) * (end - first)
+        position = len(lease.blocks) + first
+        self._judge(distances, lease.namespace, position, blocks[first:end], tiers)
+
+    def _judge(
+        self,
+        distances: Distances,
+        namespace: bytes,
+        first: int,
+        blocks: Sequence[BlockId],
+        tiers: Sequence[str],
+    ) -> Outcome:
+        """Judge distances of consecutive blocks. first: position of the first one in the prompt."""
+        size = self._info.block_size
+        worst = int(distances.max((0, 1)).argmax()) // size
+        age_s = self.written.age_s(blocks[worst])
+        piece = AuditedPiece(
+            tiers[worst],
+            namespace,
+            first * size,
+            self._elsewhere if age_s is None else 0.0,
+            "another process, or this one long ago" if age_s is None else "this process",
+            age_s,
+            self._runner.has_first_layer,
+        )
+        outcome = self._auditor.judge(distances, piece)
+        self._is_wrong |= outcome is Outcome.DIFFERENT
+        return outcome
+
+    def step(self, is_idle: bool) -> None:
+        """Audit, at the end of a step, the requests that ended in it, or else one that decodes.
+
+        is_idle: whether no request waits, loads or computes its prompt.
+        """
+        ended = [request for request in self._chosen if request.lease is None]
+        leases = [self._chosen[request] for request in ended]
+        for request in ended or [*self._chosen][:1]:
+            if is_idle:
+                self._guarded(request)
+            elif request in ended:
+                self._skip(request)
+        for lease in leases:
+            self._cache.release(lease)
+        if self._is_wrong:
+            self._is_wrong = False
+            self._on_difference()
+
+    def _guarded(self, request: Request) -> None:
+        """Audit a request. A failure is logged, and fails no request."""
+        try:
+            self.audit(request)
+        except RuntimeError:  # torch's errors are such, out of memory too
+            logger.exception("audit failed")
+            self._chosen.pop(request, None)
+
+    def _skip(self, request: Request) -> None:
+        lease = self._chosen.pop(request)
+        assert lease.decision is not None, "it found something"
+        self._auditor.skip(lease.decision.match.tiers[0])

@@ -1,0 +1,289 @@
+"""Audits: which hits are chosen, how far KV is apart, what a difference is, and what follows."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvtier.cache.audit import (
+    CAP,
+    FACTOR,
+    MIN_LEARNED,
+    AuditedPiece,
+    Auditor,
+    Distances,
+    Outcome,
+    Quarantine,
+    Tolerance,
+    WrittenBlocks,
+    device_distances,
+    host_distances,
+    likely_cause,
+)
+from kvtier.core.config import check_share
+from kvtier.core.errors import ConfigError
+from kvtier.core.types import BlockId
+from kvtier.layout import DType
+from kvtier.observe import Metrics
+from kvtier.observe.specs import AUDITS
+
+NAME = b"n" * 32
+EXACT = AuditedPiece("host", NAME, first=64, tolerance=0.0)
+TOKENS, NUMBERS = 6, 32
+
+
+def apart(value: float = 0.0, shape: tuple[int, int, int] = (3, 2, TOKENS)) -> Distances:
+    return np.full(shape, value, np.float32)
+
+
+def count(auditor: Auditor, tier: str, outcome: Outcome) -> float:
+    found = auditor._metrics.take_recent()
+    return found.get((AUDITS, (tier, outcome)), 0.0)
+
+
+# -- which hits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0, 0), (1.0, 1000, 1000), (0.1, 70, 130)])
+def test_the_share_of_hits_is_chosen(share: float, low: int, high: int) -> None:
+    auditor = Auditor(share, Metrics(), random.Random(3))
+    assert low <= sum(auditor.chooses() for _ in range(1000)) <= high
+
+
+def test_each_piece_of_a_hit_has_the_same_probability() -> None:
+    auditor = Auditor(1.0, Metrics(), random.Random(3))
+    chosen = np.bincount([auditor.piece(5) for _ in range(5000)], minlength=5)
+    assert chosen.min() > 900
+    assert len(chosen) == 5
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_no_share_is_refused_in_one_sentence(share: float) -> None:
+    with pytest.raises(ConfigError, match=r"^audit: .* is no share of hits; give a number from"):
+        check_share(share)
+
+
+# -- distances -------------------------------------------------------------------------------------
+
+
+def numbers(dtype: DType, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """Return the bytes of random numbers: [TOKENS, NUMBERS * itemsize]."""
+    made = np.random.default_rng(seed).standard_normal((TOKENS, NUMBERS)).astype(np.float32)
+    if dtype is DType.FLOAT32:
+        return made.view(np.uint8)
+    if dtype is DType.FLOAT16:
+        return made.astype(np.float16).view(np.uint8)
+    if dtype is DType.BFLOAT16:
+        return (made.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    torch = pytest.importorskip("torch")
+    as_bytes: npt.NDArray[np.uint8] = (
+        torch.from_numpy(made).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    )
+    return as_bytes
+
+
+FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_unrelated_kv_is_far_beyond_the_cap_and_equal_kv_at_0(dtype: DType) -> None:
+    ours, theirs = numbers(dtype), numbers(dtype, seed=1)
+    assert not host_distances(ours, ours.copy(), dtype).any()
+    found = host_distances(ours, theirs, dtype)
+    assert found == pytest.approx(np.sqrt(2), rel=0.35)
+    assert found.min() > 3 * CAP
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_last_token_that_is_missing_is_found(dtype: DType) -> None:
+    ours, theirs = numbers(dtype), numbers(dtype)
+    ours[-1] = 0
+    assert host_distances(ours, theirs, dtype).tolist() == [0.0] * (TOKENS - 1) + [1.0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_lowest_bit_of_one_number_is_no_0(dtype: DType) -> None:
+    ours, theirs = numbers(dtype), numbers(dtype)
+    ours[2, 0] ^= 1
+    found = host_distances(ours, theirs, dtype)
+    assert found.nonzero()[0].tolist() == [2]
+    assert found[2] < 0.2
+
+
+def test_tiny_numbers_whose_squares_are_0_differ() -> None:
+    ours, theirs = (np.full((1, 4), value, np.float32).view(np.uint8) for value in (0, 1e-30))
+    assert host_distances(ours, theirs, DType.FLOAT32)[0] > 0
+
+
+def test_what_is_no_number_is_infinitely_far() -> None:
+    ours, theirs = numbers(DType.FLOAT32), numbers(DType.FLOAT32)
+    ours.view(np.float32)[1, 3] = np.nan
+    assert host_distances(ours, theirs, DType.FLOAT32)[1] == np.inf
+    assert host_distances(ours, theirs, DType.UINT8)[1] == np.inf, "unknown numbers"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
+def test_the_device_and_the_host_measure_the_same(name: str) -> None:
+    import torch
+
+    dtype = DType.FLOAT8 if name.startswith("float8") else DType(name)
+    ours, theirs = numbers(dtype), numbers(dtype)
+    ours[1] = numbers(dtype, seed=1)[1]
+    ours[3, 0] ^= 1
+    ours[5] = 0
+    tensors = [torch.from_numpy(part).view(getattr(torch, name)) for part in (ours, theirs)]
+    found = device_distances(*(part.view(TOKENS, 4, -1) for part in tensors))
+    assert found == pytest.approx(host_distances(ours, theirs, dtype).tolist(), rel=1e-5)
+    assert found[0] == found[2] == found[4] == 0
+    assert min(found[1], found[3], found[5]) > 0
+    wrong = tensors[0].float()
+    wrong[0, 0] = float("nan")
+    assert device_distances(wrong, tensors[1].float())[0] == float("inf")
+
+
+# -- tolerance -------------------------------------------------------------------------------------
+
+
+def test_the_tolerance_is_learned_and_never_above_the_cap() -> None:
+    tolerance = Tolerance()
+    for _ in range(MIN_LEARNED - 1):
+        tolerance.learn(0.001)
+    assert tolerance.value == CAP, "too little was learned"
+    tolerance.learn(0.002)
+    assert tolerance.value == FACTOR * 0.002
+    tolerance.learn(1.0)
+    assert tolerance.value == CAP
+
+
+def test_an_engine_that_promises_equal_bits_is_held_to_them() -> None:
+    tolerance = Tolerance()
+    for _ in range(MIN_LEARNED):
+        tolerance.learn(0.0)
+    assert tolerance.value == 0.0
+
+
+# -- outcomes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("distance", "tolerance", "outcome"),
+    [
+        (0.0, 0.0, Outcome.EQUAL),
+        (1e-6, 0.0, Outcome.DIFFERENT),
+        (1e-6, 1e-3, Outcome.WITHIN_TOLERANCE),
+        (1e-2, 1e-3, Outcome.DIFFERENT),
+        (float("inf"), CAP, Outcome.DIFFERENT),
+    ],
+)
+def test_an_outcome_is_counted_by_tier(distance: float, tolerance: float, outcome: Outcome) -> None:
+    auditor, distances = Auditor(1.0, Metrics()), apart()
+    distances[1, 0, 2] = distance
+    piece = AuditedPiece("disk", NAME, 0, tolerance)
+    assert auditor.judge(distances, piece) is outcome
+    assert count(auditor, "disk", outcome) == 1
+
+
+def test_a_skipped_audit_is_counted() -> None:
+    auditor = Auditor(1.0, Metrics())
+    auditor.skip("host")
+    assert count(auditor, "host", Outcome.SKIPPED) == 1
+
+
+def test_a_difference_is_one_log_line_with_the_facts(caplog: pytest.LogCaptureFixture) -> None:
+    distances = apart()
+    distances[2, 1, 4] = 0.5
+    piece = AuditedPiece("host", NAME, 64, 0.0, writer="this process", age_s=12.3)
+    with caplog.at_level(logging.WARNING):
+        Auditor(1.0, Metrics()).judge(distances, piece)
+        Auditor(1.0, Metrics()).judge(apart(), piece)
+    (record,) = caplog.records
+    line = record.getMessage()
+    for part in (
+        "tier=host",
+        "age_s=12",
+        "writer='this process'",
+        f"namespace={NAME.hex()[:16]}",
+        f"first_token=64 end_token={64 + TOKENS}",
+        f"worst_token={64 + 4}",
+        "layer=2",
+        "distance=0.5",
+        "attention",
+    ):
+        assert part in line
+
+
+def test_the_pattern_of_a_difference_suggests_its_cause() -> None:
+    def cause(distances: Distances, **facts: bool) -> str:
+        return likely_cause(distances, AuditedPiece("host", NAME, 0, 1e-3, **facts))
+
+    missing = apart()
+    missing[:, :, -1] = 1.0
+    assert "1 of 6 tokens differ and the others do not" in cause(missing)
+    attention = apart(0.1)
+    attention[0] = 0.0
+    assert "attention computes something else" in cause(attention)
+    positions = apart(0.1)
+    positions[0, 1] = 0.0
+    assert "positions (RoPE)" in cause(positions)
+    assert "other tokens" in cause(apart(1.4))
+    assert cause(apart(1.4), has_first_layer=False) == "unknown"
+
+
+# -- provenance ------------------------------------------------------------------------------------
+
+
+def test_the_age_of_blocks_that_this_process_computed_is_known() -> None:
+    now = 0.0
+    written = WrittenBlocks(lambda: now)
+    written.note([BlockId(block) for block in (5, 6, 7)])
+    now = 30.0
+    written.note([BlockId(block) for block in (6, 7, 20)])
+    now = 40.0
+    ages = [written.age_s(BlockId(block)) for block in (4, 5, 7, 8, 20)]
+    assert ages == [None, 40.0, 40.0, None, 10.0]
+
+
+def test_what_is_remembered_of_blocks_is_bounded() -> None:
+    now = 0.0
+    written = WrittenBlocks(lambda: now)
+    for block in range(2 * WrittenBlocks.MAX_RUNS):
+        written.note([BlockId(2 * block)])
+    assert len(written._runs) == WrittenBlocks.MAX_RUNS
+    many = WrittenBlocks(lambda: now)
+    for block in range(2 * WrittenBlocks.MAX_RUNS):
+        many.note([BlockId(block)])
+    assert len(many._runs) == 1, "neighbours of one moment"
+
+
+# -- quarantine ------------------------------------------------------------------------------------
+
+
+def test_after_one_difference_a_namespace_has_another_name_and_after_two_it_is_closed() -> None:
+    quarantine, other = Quarantine(), b"o" * 32
+    assert quarantine.names(NAME) == (NAME,)
+    quarantine.add(NAME)
+    before, renamed = quarantine.names(NAME)
+    assert before == NAME != renamed
+    assert len(renamed) == 32
+    quarantine.add(NAME)
+    assert [*quarantine.names(NAME)] == [NAME, renamed], "this KV was not used any more"
+    assert not quarantine.is_closed(renamed)
+    quarantine.add(renamed)
+    closed = quarantine.names(NAME)[-1]
+    assert quarantine.is_closed(closed)
+    quarantine.add(closed)
+    assert [*quarantine.names(NAME)] == [NAME, renamed, closed]
+    assert quarantine.names(other) == (other,)
+    assert not quarantine.is_closed(other)
+
+
+def test_no_two_processes_use_the_same_name_after_a_difference() -> None:
+    quarantines = Quarantine(), Quarantine()
+    for quarantine in quarantines:
+        quarantine.add(NAME)
+    assert len({quarantine.names(NAME)[-1] for quarantine in quarantines}) == 2
