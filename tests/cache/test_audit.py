@@ -218,8 +218,9 @@ def test_a_difference_is_one_log_line_with_the_facts(caplog: pytest.LogCaptureFi
 
 
 def test_the_pattern_of_a_difference_suggests_its_cause() -> None:
-    def cause(distances: Distances, **facts: bool) -> str:
-        return likely_cause(distances, AuditedPiece("host", NAME, 0, 1e-3, **facts))
+    def cause(distances: Distances, has_first_layer: bool = True) -> str:
+        piece = AuditedPiece("host", NAME, 0, 1e-3, has_first_layer=has_first_layer)
+        return likely_cause(distances, piece)
 
     missing = apart()
     missing[:, :, -1] = 1.0

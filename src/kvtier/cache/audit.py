@@ -203,7 +203,10 @@ def device_distances(found: Tensor, recomputed: Tensor) -> list[float]:
     distances = (ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp_min(_LEAST)
     differs = (ours != theirs).any(dim=1)
     # Squares of tiny numbers are 0; NaN is no distance, and must not pass for one.
-    return distances.nan_to_num(float("inf")).clamp_min(_LEAST).where(differs, 0.0).tolist()
+    found: list[float] = (
+        distances.nan_to_num(float("inf")).clamp_min(_LEAST).where(differs, 0.0).tolist()
+    )
+    return found
 
 
 def host_distances(
@@ -234,7 +237,7 @@ def _numbers(content: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[np.flo
         return (content.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype is DType.FLOAT8:
         return _e4m3()[content]
-    return content.view(dtype.value).astype(np.float32)
+    return np.asarray(content.view(dtype.value), np.float32)
 
 
 @cache
@@ -289,11 +292,11 @@ class WrittenBlocks:
 
     def note(self, blocks: Sequence[BlockId]) -> None:
         """Note blocks that the index has taken over just now."""
-        last = self._runs[-1][1] if self._runs else -1
+        last: int = self._runs[-1][1] if self._runs else -1
         new = [block for block in blocks if block > last]
         if not new:
             return  # they were known before
-        first, now = min(new), self._clock()
+        first, now = int(min(new)), self._clock()
         if self._runs and first == last + 1 and now - self._runs[-1][2] < self.RUN_S:
             first, _, now = self._runs.pop()
         self._runs.append((first, max(new), now))

@@ -368,11 +368,19 @@ class Cache:
         self._observer.computed(lease, len(made.blocks))
         self._use(lease, first)
 
+    def state_slots(self, lease: Lease, num_blocks: int) -> Sequence[Slot] | None:
+        """Return the device slots of the state after some of the lease's blocks.
+
+        They are empty where compute needs none. None if it is not on the device. Valid until the
+        next call.
+        """
+        return ()
+
     @contextmanager
     def scratch(self, num_blocks: int) -> Iterator[Sequence[Slot] | None]:
         """Yield device slots for a computation that is not cached. None if there is no room.
 
-        No other method may be called within.
+        Nothing that makes room may be called within.
         """
         slots = self._ladder.allocate(num_blocks, as_neighbours=False)
         try:

@@ -14,7 +14,7 @@ from kvtier.layout import part_view
 from kvtier.serve.engine import Engine, EngineConfig, SamplingParams
 from kvtier.tools.bench_serve.engines import clear_tiers, run_one, settle
 from kvtier.tools.bench_serve.options import BenchError
-from kvtier.tools.bench_serve.tamper import Damage, _Blocks, damaged
+from kvtier.tools.bench_serve.tamper import Blocks, Damage, damaged
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +52,7 @@ def logits(engine: Engine) -> npt.NDArray[np.float32]:
 
 def contents(engine: Engine, tier: str) -> list[bytes]:
     """Return the bytes of all blocks of both prompts."""
-    blocks = _Blocks(engine, tier)
+    blocks = Blocks(engine, tier)
     return engine.call(
         lambda: [
             blocks.read(slot).tobytes()
@@ -105,7 +105,7 @@ def test_a_wrong_token_is_one_token_of_one_block(engine: Engine) -> None:
     clear_tiers(engine, DEVICE, HOST)
     logits(engine)
     settle(engine)
-    blocks = _Blocks(engine, DEVICE)
+    blocks = Blocks(engine, DEVICE)
     group = blocks.layout.group
 
     def tokens() -> list[npt.NDArray[np.uint8]]:

@@ -86,12 +86,20 @@ class SnapshotCache(StatefulCache):
             above = known.blocks[at - 1]
             if not self._index.states(namespace, self._labels[:1], DEVICE, above):
                 continue
-            found = self._match_path(namespace, self._path(labels, at))
-            if found.num_blocks == at + self._size:
-                yield Snapshot(
-                    at,
-                    Match(found.blocks[at:], found.tiers[at:], found.in_flight[at:], self._size),
-                )
+            found = self._snapshot(namespace, labels, at)
+            if found is not None:
+                yield found
+
+    def _snapshot(self, namespace: bytes, labels: Sequence[Label], at: int) -> Snapshot | None:
+        found = self._match_path(namespace, self._path(labels, at))
+        if found.num_blocks < at + self._size:
+            return None
+        return Snapshot(
+            at, Match(found.blocks[at:], found.tiers[at:], found.in_flight[at:], self._size)
+        )
+
+    def _state_at(self, lease: Lease, num_blocks: int) -> Snapshot | None:
+        return self._snapshot(lease.namespace, lease.labels, num_blocks)
 
     def _path(self, labels: Sequence[Label], num_blocks: int) -> list[Label]:
         """Return the labels of a snapshot's path."""

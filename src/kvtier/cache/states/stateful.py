@@ -41,6 +41,16 @@ class StatefulCache(Cache, ABC):
     ) -> Sequence[Snapshot]:
         """Return states along the known blocks of a prompt, the longest prefix first."""
 
+    @abstractmethod
+    def _state_at(self, lease: Lease, num_blocks: int) -> Snapshot | None:
+        """Return the cached state after the lease's first ``num_blocks`` blocks, one or more."""
+
+    def state_slots(self, lease: Lease, num_blocks: int) -> Sequence[Slot] | None:
+        state = self._state_at(lease, num_blocks) if num_blocks else None
+        if state is None or not state.is_on_device:
+            return None if num_blocks else ()
+        return self._index.slots(state.match.blocks, DEVICE)
+
     def _wanted(self, namespace: bytes, labels: Sequence[Label]) -> Match:
         match = self.match(namespace, labels)
         if not match.snapshots:

@@ -172,6 +172,9 @@ class WindowCache(StatefulCache):
             found.update((each.num_blocks, each) for each in islice(cuts, MAX_COMPARED))
         return [found[at] for at in sorted(found, reverse=True)]
 
+    def _state_at(self, lease: Lease, num_blocks: int) -> Snapshot | None:
+        return self._snapshot(lease.namespace, lease.blocks, num_blocks, {})
+
     def _snapshot(
         self,
         namespace: bytes,

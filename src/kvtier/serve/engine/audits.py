@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvtier.cache.audit import (
     CAP,
@@ -22,6 +23,7 @@ from kvtier.cache.audit import (
     WrittenBlocks,
 )
 from kvtier.cache.lease import Lease
+from kvtier.cache.states.stateful import StatefulCache
 from kvtier.cache.tokens import Cache
 from kvtier.core.types import DEVICE, BlockId, Slot
 from kvtier.serve.engine.config import EngineInfo
@@ -30,6 +32,9 @@ from kvtier.serve.engine.runner import Runner
 from kvtier.tiers.row import lossy_codec
 
 logger = logging.getLogger(__name__)
+
+NEAR = 16
+"""Last chunks of a hit among which an audit looks for states on the device."""
 
 ELSEWHERE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 """Tolerance for KV that another process may have stored: its processor or its number of threads may
@@ -89,23 +94,35 @@ class Audits:
         lease = self._chosen.get(request)
         if lease is None:
             return
-        piece_tokens, size = self._info.chunk_tokens, self._info.block_size
-        start = piece_tokens * self._auditor.piece(self._runner.num_pieces(request.num_cached))
-        end = start + piece_tokens
+        states = partial(self._cache.state_slots, lease)
         with self._cache.scratch(self._runner.num_scratch) as slots:
             if slots is None:
                 self._skip(request)
                 return
             del self._chosen[request]
-            self._runner.recompute(request.prompt[start:end], lease, start, slots)
-            first = start // size
-            found = lease.slots[first : end // size]
-            distances = self._runner.distances(found, slots[: len(found)])
+            start, size = self._start(request.num_cached, states), self._info.block_size
+            tokens, first = request.prompt[start : start + self._info.chunk_tokens], start // size
+            distances = self._runner.recompute(tokens, lease, start, slots, states)
         assert lease.decision is not None, "it found something"
         tiers = lease.decision.match.tiers[first:]
         outcome = self._judge(distances, lease.namespace, first, lease.blocks[first:], tiers)
         said = outcome.value.replace("_", " ")
+        end = start + len(tokens)
         request.audit = f"tokens {start} to {end} were computed again and compared: {said}"
+
+    def _start(self, num_cached: int, states: Callable[[int], Sequence[Slot] | None]) -> int:
+        """Return the first token of a chunk among the cached tokens, each with the same chance.
+
+        Of models with windows or recurrent layers, the first one, and of the last ``NEAR`` those
+        that have a state before them on the device: loading one would move bytes for it alone.
+        """
+        size = self._info.chunk_tokens
+        num, grain = num_cached // size, size // self._info.block_size
+        chunks: Sequence[int] = range(num)
+        if isinstance(self._cache, StatefulCache):
+            near = chunks[max(1, num - NEAR) :]
+            chunks = [0, *(at for at in near if states(at * grain) is not None)]
+        return size * chunks[self._auditor.piece(len(chunks))]
 
     def compare_twins(
         self,

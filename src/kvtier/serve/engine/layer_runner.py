@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from weakref import WeakKeyDictionary
 
@@ -178,18 +178,20 @@ class LayerRunner(Runner):
             self._layers.save_states(cache, self._blocks, lease.snapshot_slots(num_blocks))
         return logits.cpu()
 
-    def num_pieces(self, num_tokens: int) -> int:
-        """Return the chunks of a prefix; 1 at most with states, which later chunks begin from."""
-        num = num_tokens // self._chunk_tokens
-        return min(1, num) if self._layers.states else num
-
     @torch.inference_mode()
     def recompute(
-        self, token_ids: Sequence[int], lease: Lease, start: int, scratch: Sequence[Slot]
-    ) -> None:
-        cache = self._restored(lease.slots[: start // self.block_size], ())
+        self,
+        token_ids: Sequence[int],
+        lease: Lease,
+        start: int,
+        scratch: Sequence[Slot],
+        states: Callable[[int], Sequence[Slot] | None],
+    ) -> Distances:
+        first = start // self.block_size
+        cache = self._restored(lease.slots[:first], states(first) or ())
         self._forward(token_ids, start, cache, 1)
         self._layers.save(cache, start + len(token_ids), self._blocks, scratch)
+        return self.distances(lease.slots[first : first + len(scratch)], scratch)
 
     def distances(self, found: Sequence[Slot], recomputed: Sequence[Slot]) -> Distances:
         return self._layers.distances(self._blocks, found, recomputed)

@@ -87,20 +87,23 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def num_pieces(self, num_tokens: int) -> int:
-        """Return how many of the chunks of a prefix, the first ones, ``recompute`` can compute."""
-
-    @abstractmethod
     def recompute(
-        self, token_ids: Sequence[int], lease: Lease, start: int, scratch: Sequence[Slot]
-    ) -> None:
-        """Compute a chunk of a prompt again, after the cached KV before it.
+        self,
+        token_ids: Sequence[int],
+        lease: Lease,
+        start: int,
+        scratch: Sequence[Slot],
+        states: Callable[[int], Sequence[Slot] | None],
+    ) -> Distances:
+        """Compute a chunk again, after the cached KV before it, and return how far its own is.
 
         Args:
             token_ids: tokens of the chunk.
-            lease: has the KV of the tokens before it; it is ready.
+            lease: has the KV of the chunk, and of the tokens before it; it is ready.
             start: the chunk's first token.
-            scratch: ``num_scratch`` slots, which are overwritten: the first ones by the chunk's KV.
+            scratch: ``num_scratch`` slots, which are overwritten.
+            states: return the slots of the state after a number of blocks, None if it is not on the
+                device. That before the chunk is.
         """
 
     @abstractmethod
@@ -189,16 +192,18 @@ class ModelRunner(Runner):
             gate.wait()  # first: waiting for the device has no time limit
         return logits.float().cpu()
 
-    def num_pieces(self, num_tokens: int) -> int:
-        return num_tokens // self._chunk_tokens
-
-    @torch.inference_mode()
     def recompute(
-        self, token_ids: Sequence[int], lease: Lease, start: int, scratch: Sequence[Slot]
-    ) -> None:
-        num, end = len(token_ids) // self.block_size, start + len(token_ids)
-        slots = [*lease.slots[: start // self.block_size], *scratch[:num]]
-        self.prefill_tail(token_ids, Span(slots, start, end, scratch[num:]), keep=1)
+        self,
+        token_ids: Sequence[int],
+        lease: Lease,
+        start: int,
+        scratch: Sequence[Slot],
+        states: Callable[[int], Sequence[Slot] | None],
+    ) -> Distances:
+        first = start // self.block_size
+        span = Span([*lease.slots[:first], *scratch], start, start + len(token_ids))
+        self.prefill_tail(token_ids, span, keep=1)
+        return self.distances(lease.slots[first : first + len(scratch)], scratch)
 
     def distances(self, found: Sequence[Slot], recomputed: Sequence[Slot]) -> Distances:
         return self._pool.distances(found, recomputed)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from kvtier.cache.audit import Distances
 from kvtier.cache.lease import Lease
 from kvtier.cache.states import WindowCache, WindowShape
 from kvtier.cache.tokens import Cache
@@ -97,8 +98,9 @@ class WindowRunner(ModelRunner):
         super().__init__(model, pool, chunk_tokens)
         self._layers = layers
         self._shape = layers.shape(pool.group.block_size, chunk_tokens)
-        self.num_scratch += self._shape.ring_blocks(self.num_scratch)
-        self.has_first_layer = layers.places[0] == Place(0)
+        self._num_chunk = self.num_scratch
+        self.num_scratch += self._shape.ring_blocks(self._num_chunk + self._shape.num_needed)
+        self.has_first_layer = layers.places[0].bundle is None
 
     @property
     def fingerprint(self) -> str:
@@ -111,10 +113,6 @@ class WindowRunner(ModelRunner):
 
     def span(self, lease: Lease, start: int, end: int) -> Span:
         return Span(lease.slots, start, end, lease.ring, lease)
-
-    def num_pieces(self, num_tokens: int) -> int:
-        """Return 1 at most: the window KV before a later chunk has left the device."""
-        return min(1, super().num_pieces(num_tokens))
 
     @torch.inference_mode()
     def prefill_tail(
@@ -129,6 +127,42 @@ class WindowRunner(ModelRunner):
         if lease is not None and is_whole and num_blocks <= len(lease.labels):
             self._save(span, lease.snapshot_slots(num_blocks))
         return logits
+
+    @torch.inference_mode()
+    def recompute(
+        self,
+        token_ids: Sequence[int],
+        lease: Lease,
+        start: int,
+        scratch: Sequence[Slot],
+        states: Callable[[int], Sequence[Slot] | None],
+    ) -> Distances:
+        """Do the same as ``Runner.recompute``.
+
+        Of layers with a window the last tokens are compared, if their cell is on the device; others
+        have a distance of 0.
+        """
+        first = start // self.block_size
+        end = first + self._num_chunk
+        made, ring = scratch[: self._num_chunk], scratch[self._num_chunk :]
+        span = Span([*lease.slots[:first], *made], start, start + len(token_ids), ring)
+        cells, last = states(first), states(end)
+        if cells:
+            self._restore(span, cells)
+        super().prefill_tail(token_ids, span, keep=1)
+        path = self.distances(lease.slots[first:end], made)
+        of_rings = np.zeros((self._layers.num_bundles, *path.shape), np.float32)
+        if last:
+            cell = last[-self._shape.blocks_per_cell :]
+            found = self.distances(cell, self._ring_slots(ring, end))
+            by_bundle = found.reshape(*path.shape[:2], self._layers.num_bundles, -1)
+            of_rings[..., -by_bundle.shape[3] :] = np.moveaxis(by_bundle, 2, 0)
+        return np.stack(
+            [
+                (path if place.bundle is None else of_rings[place.bundle])[place.layer]
+                for place in self._layers.places
+            ]
+        )
 
     def _restore(self, span: Span, cells: Sequence[Slot]) -> None:
         """Copy the cells before ``span`` into its ring. cells: their slots, cell after cell."""

@@ -73,7 +73,7 @@ def damaged(
     Raises:
         BenchError: the tier does not hold the blocks to damage.
     """
-    reader = _Blocks(engine, tier)
+    reader = Blocks(engine, tier)
     saved: dict[Place, Bytes] = {}
 
     def spoil() -> None:
@@ -95,7 +95,7 @@ def damaged(
 
 
 def _choose(
-    blocks: _Blocks, damage: Damage, prompt: Sequence[int], other: Sequence[int], seed: int
+    blocks: Blocks, damage: Damage, prompt: Sequence[int], other: Sequence[int], seed: int
 ) -> dict[Place, Bytes]:
     """Return wrong content by the location at which to write it."""
     random = np.random.default_rng(seed)
@@ -111,7 +111,7 @@ def _choose(
     return {mine[at]: blocks.read(theirs[at])}
 
 
-def _with_wrong_sign(blocks: _Blocks, content: Bytes, random: np.random.Generator) -> Bytes:
+def _with_wrong_sign(blocks: Blocks, content: Bytes, random: np.random.Generator) -> Bytes:
     """Return ``content`` with the signs flipped of one token's numbers, in all parts and layers.
 
     The sign is the highest bit of every floating-point type.
@@ -128,7 +128,7 @@ def _with_wrong_sign(blocks: _Blocks, content: Bytes, random: np.random.Generato
     return wrong
 
 
-class _Blocks:
+class Blocks:
     """Access to the bytes of a tier's blocks, in layout ``block_first``."""
 
     def __init__(self, engine: Engine, tier: str) -> None:

@@ -128,6 +128,32 @@ def codec(
 
 
 @app.command()
+def audit(
+    model: Annotated[str, typer.Argument(help=MODEL)] = "kvtier-tiny",
+    device: Annotated[str, typer.Option(help='"auto", "cpu", "cuda", "npu", ...')] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Put faults into cached KV, one after the other, and count the hits until an audit finds each.
+
+    Checksums find none of these faults. Exits with 1 if one was not found, or its KV was still used
+    after it was; or if anything was found where no fault is.
+    """
+    output = Output(json_file)
+    output.check_packages(["torch", "transformers"], "engine")
+
+    from kvtier.serve.engine.config import EngineConfig
+    from kvtier.tools.bench_serve.audit import run_audit, show_audit
+
+    with output.progress() as progress:
+        result = run_audit(EngineConfig(model, device, dtype, audit=1.0), progress)
+    show_audit(output.console, result)
+    output.write_json(result.as_json())
+    if not result.is_right:
+        raise typer.Exit(1)
+
+
+@app.command()
 @settings_options(LoadOptions)
 def url(
     url: Annotated[str, typer.Argument(help="Address of a server: http://127.0.0.1:8000")],
