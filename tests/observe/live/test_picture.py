@@ -300,6 +300,23 @@ def test_what_is_spared_is_said_as_engines() -> None:
     assert "in the last minute as much as 4.9 engines like this compute." in said
 
 
+def test_whether_kv_is_right_is_answered_where_hits_are_audited() -> None:
+    def audits(**outcomes: int) -> dict[str, float]:
+        name = 'kvtier_audits_total{tier="host",outcome="%s"}'
+        found: dict[str, float] = {KVTIER: 1, 'kvtier_slots{tier="host"}': 100}
+        return found | {name % outcome: num for outcome, num in outcomes.items()}
+
+    assert not [it for it in picture(audits(skipped=4)).answers if "KV right" in it.question]
+    good = picture(audits(equal=5, within_tolerance=2, skipped=4))
+    assert "7 hits were audited; all were what" in answer(good, "Is its KV right")
+    bad = picture(audits(equal=5, different=1))
+    assert "6 hits were audited; not what the model computes: 1 in host" in answer(
+        bad, "Is its KV right"
+    )
+    assert [it.level for it in bad.answers if it.question == "Is its KV right?"] == ["bad"]
+    assert (bad.tiers[0].audited, bad.tiers[0].different) == (6, 1)
+
+
 # -- the window ------------------------------------------------------------------------------------
 
 

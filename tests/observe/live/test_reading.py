@@ -15,7 +15,7 @@ ONLY_ONCE_IT_HAPPENED = {
     specs.RETURN_SECONDS,
     specs.UNADMITTED_BLOCKS,
 }
-NOT_RECORDED = {specs.SLOT_BYTES, specs.PROBED_BLOCKS, specs.HINTS}
+NOT_RECORDED = {specs.AUDITS, specs.SLOT_BYTES, specs.PROBED_BLOCKS, specs.HINTS}
 """Metrics added after the texts were recorded."""
 ENGINES = {"kvtier": "kvtier", "vllm": "vLLM", "sglang": "SGLang"}
 

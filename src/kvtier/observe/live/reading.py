@@ -37,7 +37,7 @@ RENAMED = {
     if (core := spec.counted_as) and core not in specs.SHARED_WITH_VLLM
 }
 """The cache's name of a metric by its other name under vLLM."""
-KEPT = frozenset({"tier", "src", "dst", "decision", "le", "source", "cache_source"})
+KEPT = frozenset({"tier", "src", "dst", "decision", "le", "source", "cache_source", "outcome"})
 """Labels that are kept. Values are summed over all others, such as model, engine and process."""
 KEPT_OF_NODE = KEPT | {"tenant", "room", "engine", "place"}
 """Labels that are kept of a node's metrics."""
