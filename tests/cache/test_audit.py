@@ -15,11 +15,11 @@ from kvtier.cache.audit import (
     MIN_LEARNED,
     AuditedPiece,
     Auditor,
+    AuditOutcome,
+    ComputedBlocks,
     Distances,
-    Outcome,
     Quarantine,
     Tolerance,
-    WrittenBlocks,
     device_distances,
     host_distances,
     likely_cause,
@@ -40,7 +40,7 @@ def apart(value: float = 0.0, shape: tuple[int, int, int] = (3, 2, TOKENS)) -> D
     return np.full(shape, value, np.float32)
 
 
-def count(auditor: Auditor, tier: str, outcome: Outcome) -> float:
+def count(auditor: Auditor, tier: str, outcome: AuditOutcome) -> float:
     found = auditor._metrics.take_recent()
     return found.get((AUDITS, (tier, outcome)), 0.0)
 
@@ -173,14 +173,16 @@ def test_an_engine_that_promises_equal_bits_is_held_to_them() -> None:
 @pytest.mark.parametrize(
     ("distance", "tolerance", "outcome"),
     [
-        (0.0, 0.0, Outcome.EQUAL),
-        (1e-6, 0.0, Outcome.DIFFERENT),
-        (1e-6, 1e-3, Outcome.WITHIN_TOLERANCE),
-        (1e-2, 1e-3, Outcome.DIFFERENT),
-        (float("inf"), CAP, Outcome.DIFFERENT),
+        (0.0, 0.0, AuditOutcome.EQUAL),
+        (1e-6, 0.0, AuditOutcome.DIFFERENT),
+        (1e-6, 1e-3, AuditOutcome.WITHIN_TOLERANCE),
+        (1e-2, 1e-3, AuditOutcome.DIFFERENT),
+        (float("inf"), CAP, AuditOutcome.DIFFERENT),
     ],
 )
-def test_an_outcome_is_counted_by_tier(distance: float, tolerance: float, outcome: Outcome) -> None:
+def test_an_outcome_is_counted_by_tier(
+    distance: float, tolerance: float, outcome: AuditOutcome
+) -> None:
     auditor, distances = Auditor(1.0, Metrics()), apart()
     distances[1, 0, 2] = distance
     piece = AuditedPiece("disk", NAME, 0, tolerance)
@@ -191,7 +193,7 @@ def test_an_outcome_is_counted_by_tier(distance: float, tolerance: float, outcom
 def test_a_skipped_audit_is_counted() -> None:
     auditor = Auditor(1.0, Metrics())
     auditor.skip("host")
-    assert count(auditor, "host", Outcome.SKIPPED) == 1
+    assert count(auditor, "host", AuditOutcome.SKIPPED) == 1
 
 
 def test_a_difference_is_one_log_line_with_the_facts(caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +242,7 @@ def test_the_pattern_of_a_difference_suggests_its_cause() -> None:
 
 def test_the_age_of_blocks_that_this_process_computed_is_known() -> None:
     now = 0.0
-    written = WrittenBlocks(lambda: now)
+    written = ComputedBlocks(lambda: now)
     written.note([BlockId(block) for block in (5, 6, 7)])
     now = 30.0
     written.note([BlockId(block) for block in (6, 7, 20)])
@@ -251,12 +253,12 @@ def test_the_age_of_blocks_that_this_process_computed_is_known() -> None:
 
 def test_what_is_remembered_of_blocks_is_bounded() -> None:
     now = 0.0
-    written = WrittenBlocks(lambda: now)
-    for block in range(2 * WrittenBlocks.MAX_RUNS):
+    written = ComputedBlocks(lambda: now)
+    for block in range(2 * ComputedBlocks.MAX_RUNS):
         written.note([BlockId(2 * block)])
-    assert len(written._runs) == WrittenBlocks.MAX_RUNS
-    many = WrittenBlocks(lambda: now)
-    for block in range(2 * WrittenBlocks.MAX_RUNS):
+    assert len(written._runs) == ComputedBlocks.MAX_RUNS
+    many = ComputedBlocks(lambda: now)
+    for block in range(2 * ComputedBlocks.MAX_RUNS):
         many.note([BlockId(block)])
     assert len(many._runs) == 1, "neighbours of one moment"
 

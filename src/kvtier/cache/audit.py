@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,9 +50,6 @@ from kvtier.core.types import BlockId
 from kvtier.layout import DType
 from kvtier.observe import Metrics
 from kvtier.observe.specs import AUDITS
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +64,8 @@ Distances = npt.NDArray[np.float32]
 _LEAST = float(np.finfo(np.float32).tiny)
 
 
-class Outcome(StrEnum):
-    """Outcome of one audit, as the metric counts it."""
+class AuditOutcome(StrEnum):
+    """AuditOutcome of one audit, as the metric counts it."""
 
     EQUAL = "equal"
     WITHIN_TOLERANCE = "within_tolerance"
@@ -126,19 +123,19 @@ class Auditor:
 
     def skip(self, tier: str) -> None:
         """Count an audit that did not take place."""
-        self._metrics.count(AUDITS, tier=tier, outcome=Outcome.SKIPPED)
+        self._metrics.count(AUDITS, tier=tier, outcome=AuditOutcome.SKIPPED)
 
-    def judge(self, distances: Distances, piece: AuditedPiece) -> Outcome:
+    def judge(self, distances: Distances, piece: AuditedPiece) -> AuditOutcome:
         """Return the outcome of an audit, and count it. A difference is logged and quarantined."""
         greatest = float(distances.max(initial=0.0))
         if greatest == 0:
-            outcome = Outcome.EQUAL
+            outcome = AuditOutcome.EQUAL
         elif greatest <= piece.tolerance:
-            outcome = Outcome.WITHIN_TOLERANCE
+            outcome = AuditOutcome.WITHIN_TOLERANCE
         else:
-            outcome = Outcome.DIFFERENT
+            outcome = AuditOutcome.DIFFERENT
         self._metrics.count(AUDITS, tier=piece.tier, outcome=outcome)
-        if outcome is Outcome.DIFFERENT:
+        if outcome is AuditOutcome.DIFFERENT:
             layer, _, token = np.unravel_index(int(distances.argmax()), distances.shape)
             logger.warning(
                 "cached KV is not what the model computes now tier=%s age_s=%s writer=%r "
@@ -190,12 +187,12 @@ def likely_cause(distances: Distances, piece: AuditedPiece) -> str:
 # -- distances -------------------------------------------------------------------------------------
 
 
-def device_distances(found: Tensor, recomputed: Tensor) -> list[float]:
+def device_distances(found: Any, recomputed: Any) -> list[float]:
     """Return the distance of each token's KV in one layer and part, computed on the device.
 
     One layer at a time, in float32: the temporary memory is a few times that layer's part.
 
-    found, recomputed: [num_tokens, ...], of any dtype that torch converts.
+    found, recomputed: tensors of torch, [num_tokens, ...], of any dtype that it converts.
     """
     ours, theirs = (part.flatten(1).float() for part in (found, recomputed))
     if ours.equal(theirs):
@@ -203,10 +200,9 @@ def device_distances(found: Tensor, recomputed: Tensor) -> list[float]:
     distances = (ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp_min(_LEAST)
     differs = (ours != theirs).any(dim=1)
     # Squares of tiny numbers are 0; NaN is no distance, and must not pass for one.
-    found: list[float] = (
-        distances.nan_to_num(float("inf")).clamp_min(_LEAST).where(differs, 0.0).tolist()
-    )
-    return found
+    distances = distances.nan_to_num(float("inf")).clamp_min(_LEAST).where(differs, 0.0)
+    as_list: list[float] = distances.tolist()
+    return as_list
 
 
 def host_distances(
@@ -234,10 +230,11 @@ def host_distances(
 def _numbers(content: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[np.float32]:
     """Return the numbers in rows of bytes: float32."""
     if dtype is DType.BFLOAT16:
-        return (content.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return np.asarray((content.view(np.uint16).astype(np.uint32) << 16).view(np.float32))
     if dtype is DType.FLOAT8:
-        return _e4m3()[content]
-    return np.asarray(content.view(dtype.value), np.float32)
+        return np.asarray(_e4m3()[content])
+    numbers: npt.NDArray[np.float32] = content.view(dtype.value).astype(np.float32)
+    return numbers
 
 
 @cache
@@ -247,7 +244,7 @@ def _e4m3() -> npt.NDArray[np.float32]:
     exponent, mantissa = code >> 3 & 15, code & 7
     size = np.where(exponent, 8 + mantissa, mantissa) * 2.0 ** (np.maximum(exponent, 1) - 10)
     size[[0x7F, 0xFF]] = np.nan
-    return np.where(code & 0x80, -size, size).astype(np.float32)
+    return np.asarray(np.where(code & 0x80, -size, size), np.float32)
 
 
 class Tolerance:
@@ -274,7 +271,7 @@ class Tolerance:
 # -- what is known of a block, and what is not used any more ---------------------------------------
 
 
-class WrittenBlocks:
+class ComputedBlocks:
     """Blocks that this process computed, and when: for blocks that were known by number.
 
     An index counts its blocks up, so what was committed within a few seconds is one run of numbers.

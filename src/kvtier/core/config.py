@@ -321,7 +321,7 @@ class LoadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditConfig:
-    """How many hits are verified by computing them again. ``check_share`` checks it."""
+    """Share of hits that are verified by computing them again; see ``check_share``."""
 
     audit: float = setting(
         0.0,

@@ -18,9 +18,9 @@ from kvtier.cache.audit import (
     CAP,
     AuditedPiece,
     Auditor,
+    AuditOutcome,
+    ComputedBlocks,
     Distances,
-    Outcome,
-    WrittenBlocks,
 )
 from kvtier.cache.lease import Lease
 from kvtier.cache.states.stateful import StatefulCache
@@ -68,7 +68,7 @@ class Audits:
             self._elsewhere = CAP  # KV that passed through such a store is not exact
         self._chosen: dict[Request, Lease] = {}
         self._is_wrong = False
-        self.written = WrittenBlocks()
+        self.written = ComputedBlocks()
         cache.on_twins = self.compare_twins
 
     def choose(self, request: Request) -> None:
@@ -157,7 +157,7 @@ class Audits:
         first: int,
         blocks: Sequence[BlockId],
         tiers: Sequence[str],
-    ) -> Outcome:
+    ) -> AuditOutcome:
         """Judge distances of consecutive blocks. first: position of the first one in the prompt."""
         size = self._info.block_size
         worst = int(distances.max((0, 1)).argmax()) // size
@@ -172,7 +172,7 @@ class Audits:
             self._runner.has_first_layer,
         )
         outcome = self._auditor.judge(distances, piece)
-        self._is_wrong |= outcome is Outcome.DIFFERENT
+        self._is_wrong |= outcome is AuditOutcome.DIFFERENT
         return outcome
 
     def step(self, is_idle: bool) -> None:

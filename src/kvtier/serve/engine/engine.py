@@ -57,6 +57,8 @@ class Engine:
     """Serves one model. Ready after construction, runs between ``start`` and ``close``.
 
     ``submit``, ``call`` and the handles are thread-safe.
+
+    module: the model, of transformers.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -87,6 +89,7 @@ class Engine:
         limit = min(limits.values())
         self.config = config
         self.profile = model.profile
+        self.module = model.module
         self.tokenizer = model.tokenizer
         self.info = EngineInfo(
             model_name=model.name,

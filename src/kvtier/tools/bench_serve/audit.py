@@ -23,6 +23,7 @@ from unittest.mock import patch
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.cache.lease import Lease
 from kvtier.core.config import CacheConfig
 from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
 from kvtier.layout import part_view
@@ -103,17 +104,18 @@ def _last_token_missing(engine: Engine, prompt: Prompt, other: Prompt) -> Iterat
 @contextmanager
 def _copied_too_early(engine: Engine, prompt: Prompt, other: Prompt) -> Iterator[None]:
     """Copy blocks to host memory while their slots still have what was there before."""
-    cache: Any = engine.cache
-    store, pool = cache._store, cache._tiers[DEVICE].memory.owner
+    cache, commit = engine.cache, engine.cache.commit
+    tier: Any = cache.places(DEVICE, engine.namespace_of(""), [])[0]
+    pool = tier.memory.owner
 
-    def early(lease: object) -> None:
+    def early(lease: Lease, num_blocks: int) -> None:
         computed = pool.clone()
         pool.fill_(0.25)
-        store(lease)
-        cache._ladder.drain(60.0, cache._ladder.poll)
+        commit(lease, num_blocks)
+        cache.drain()
         pool.copy_(computed)
 
-    with patch.object(cache, "_store", early):
+    with patch.object(cache, "commit", early):
         yield
 
 
@@ -126,8 +128,8 @@ def _other_attention(engine: Engine, prompt: Prompt, other: Prompt) -> Iterator[
 
 @contextmanager
 def _other_positions(engine: Engine, prompt: Prompt, other: Prompt) -> Iterator[None]:
-    runner: Any = engine._runner
-    tables = [part.inv_freq for part in runner._model.modules() if hasattr(part, "inv_freq")]
+    parts: list[Any] = [*engine.module.modules()]
+    tables = [part.inv_freq for part in parts if hasattr(part, "inv_freq")]
     kept = [table.clone() for table in tables]
     for table in tables:
         table.mul_(0.9)
@@ -211,6 +213,7 @@ def _with_tiers(config: EngineConfig, disk: Path) -> EngineConfig:
         disk_path=str(disk),
         disk_capacity="128MiB",
         load_policy=LoadPolicy.ALWAYS,
+        store_batch_bytes=0,
     )
     return replace(config, cache=cache)
 
