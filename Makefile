@@ -146,8 +146,9 @@ VLLM_REPORT := build/vllm-$(VLLM).xml
 # Below 0.20 vLLM needs it: scripts/peers.py says why.
 VLLM_PRELOAD := lib/libtcmalloc-libiomp5.so
 VLLM_SETTINGS := $(if $(filter 0.18.% 0.19.%,$(VLLM)),LD_PRELOAD=$(CURDIR)/$(VLLM_PEER)/$(VLLM_PRELOAD))
-# Of the quick ones two start an engine; the others ask vLLM's classes.
+# Of the quick ones three start an engine; the others ask vLLM's classes.
 VLLM_QUICK := $(addprefix tests/engines/vllm/test_,contract.py manager.py secondary.py stores.py waiting_benchmark.py \
+	grid_steps.py grid.py::test_hit_has_the_bits_of_a_miss[own_connector] \
 	record.py::test_scheduler_records_what_was_computed disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
 
 test-vllm: peers-ascend vllm-tests
@@ -167,7 +168,7 @@ test-vllm-version:
 test-vllm-older:
 	$(MAKE) vllm-tests VLLM=0.27.1 \
 		VLLM_TESTS="tests/engines/vllm/test_contract.py tests/engines/vllm/test_versions.py::test_hit_in_host_memory_has_the_bits_of_vllms_own"
-	$(MAKE) vllm-tests VLLM=0.28.0 VLLM_TESTS=tests/engines/vllm/test_prefill_decode.py
+	$(MAKE) vllm-tests VLLM=0.28.0 VLLM_TESTS="tests/engines/vllm/test_prefill_decode.py tests/engines/vllm/test_grid.py"
 
 test-vllm-all: scan-engines
 	for version in $(VLLM_VERSIONS); do $(MAKE) test-vllm-version VLLM=$$version || exit 1; done

@@ -27,6 +27,8 @@ PROMPT = 2 * PAGE
 PAGES = 8
 """Blocks of a request: its prompt and the generated tokens."""
 LAYERS = 32
+TOKEN = 77
+"""The token that is always generated."""
 HEAD = 8
 MODEL = Path(kvtier.__file__).parent / "serve/engine/builtin/kvtier-tiny"
 ENVIRONMENT = {
@@ -149,9 +151,12 @@ class Replica:
     Args:
         connects: content of ``--kv-transfer-config``; None for no connector.
         num_running: requests that run at a time.
+        options: further ones of vLLM.
     """
 
-    def __init__(self, connects: Mapping[str, Any] | None, num_running: int) -> None:
+    def __init__(
+        self, connects: Mapping[str, Any] | None, num_running: int, **options: Any
+    ) -> None:
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import sha256
@@ -160,15 +165,21 @@ class Replica:
 
         self._num_running = num_running
         connector = None if connects is None else KVTransferConfig(**connects)
+        given: dict[str, Any] = {
+            "max_num_batched_tokens": max(4096, num_running * PROMPT),
+            "max_model_len": 4096,
+            **options,
+        }
         config = EngineArgs(
             kv_transfer_config=connector,
             model=str(MODEL),
             dtype="float32",
             block_size=PAGE,
             max_num_seqs=num_running,
-            max_num_batched_tokens=max(4096, num_running * PROMPT),
-            max_model_len=4096,
+            **given,
         ).create_engine_config()
+        if options.get("async_scheduling"):  # vLLM switches it off on the CPU
+            config.scheduler_config.async_scheduling = True
         config.cache_config.kv_cache_layout = "LBHNC"
         num_blocks = config.cache_config.num_gpu_blocks = num_running * (PAGES + 1) + 64
         init_none_hash(sha256)
@@ -277,7 +288,14 @@ class Replica:
             self._rank.finish_forward()
             result = self._rank.post_forward(heard.finished_req_ids)
             carried_out = cpu_ns() - began
-        answer = _answer(list(heard.num_scheduled_tokens), result)
+        requests = self.scheduler.requests
+        answer = _answer(
+            {
+                name: [] if requests[name].is_prefill_chunk else [TOKEN]
+                for name in heard.num_scheduled_tokens
+            },
+            result,
+        )
         began = cpu_ns()
         report = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
         reported = cpu_ns()
@@ -332,12 +350,13 @@ def _cache(num_blocks: int) -> Any:
     return KVCacheConfig(num_blocks, [tensor], [KVCacheGroupSpec(names, spec)])
 
 
-def _answer(names: list[str], result: Any) -> Any:
-    """Return a rank's answer: a token for each request, always the same."""
+def _answer(tokens: dict[str, list[int]], result: Any) -> Any:
+    """Return a rank's answer: a token for each request whose prompt is computed."""
     from vllm.v1.outputs import ModelRunnerOutput
 
+    names = list(tokens)
     places = {name: place for place, name in enumerate(names)}
-    return ModelRunnerOutput(names, places, [[77]] * len(names), kv_connector_output=result)
+    return ModelRunnerOutput(names, places, [*tokens.values()], kv_connector_output=result)
 
 
 def prepare() -> None:

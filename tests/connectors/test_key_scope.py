@@ -74,6 +74,21 @@ def test_names_of_any_other_kind_stay_in_this_process() -> None:
         assert scope_of(counted, counts_media=True) == KeyScope(0, 130), changes
 
 
+@pytest.mark.parametrize(
+    ("changes", "end"),
+    [
+        ({}, 896),
+        ({"num_prompt_tokens": 127}, 0),
+        ({"mm_features": media(700, 300)}, 256),
+        ({"resumable": True}, 0),
+    ],
+    ids=["the prompt's whole cells", "none", "before the first media", "a session has pieces"],
+)
+def test_only_whole_cells_are_kept_on_a_grid(changes: dict[str, Any], end: int) -> None:
+    asked = request(**{"num_prompt_tokens": 1000, **changes})
+    assert scope_of(asked, counts_media=False, grid=128).kept == end
+
+
 def test_adapter_that_keys_name_by_content_is_shared() -> None:
     adapted = request(lora_request="adapter", mm_features=media(130))
     assert scope_of(adapted, counts_media=False, names_adapter=True) == KeyScope(shared=130)

@@ -43,6 +43,8 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"storage": "valkey://a", "storage_capacity": 0}, "storage_capacity: 0 is no room at all"),
         ({"lookup_deadline_s": "1"}, "lookup_deadline_s can't be '1'; write a number"),
         ({"lookup_deadline_s": True}, "lookup_deadline_s can't be True; write a number"),
+        ({"grid": -1}, "grid: -1 is below 0"),
+        ({"grid": "512"}, "grid can't be '512'; write a number"),
         ({"lookup_deadline_s": -1}, "lookup_deadline_s: -1 is below 0"),
         ({"record": True}, "record can't be True; name a file"),
         ({"record_max_bytes": "1KiB"}, "record_max_bytes: '1KiB' is below 1 MiB"),

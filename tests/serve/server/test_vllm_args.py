@@ -43,6 +43,13 @@ def test_option_is_what_vllm_reads_and_json_alone_is_for_scripts() -> None:
     assert kvtier(*options, "--json").stdout == value + "\n"
 
 
+def test_grid_needs_a_scheduler_of_kvtiers() -> None:
+    printed = shlex.split(kvtier("vllm-args", "--grid", "512").stdout)
+    assert printed[:2] == ["--scheduler-cls", "kvtier.connectors.vllm.entry.GridScheduler"]
+    assert printed[2] == "--kv-transfer-config"
+    assert settings_of("--grid", "512")["grid"] == 512
+
+
 def test_default_of_host_memory_is_what_vllm_gets_without() -> None:
     given = settings_of()["host_capacity"]
     assert given == VllmSettings().host_capacity

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from kvtier.connectors.vllm.grid import contract as grid
 from kvtier.connectors.vllm.kv_connector import contract as kv_connector
 from kvtier.connectors.vllm.offloading import contract
 from kvtier.core.errors import ConfigError
 
 
 def __getattr__(name: str) -> object:
-    """Return a class that one of vLLM's factories was given by name.
+    """Return a class that vLLM was given by name.
 
     Raises ``ConfigError`` with all differences from the vLLM that kvtier knows.
     """
@@ -28,6 +29,9 @@ def __getattr__(name: str) -> object:
     elif name == "KvtierSpec":
         contract.VLLM.require()
         found = import_module("kvtier.connectors.vllm.offloading.spec").KvtierSpec
+    elif name == "GridScheduler":
+        grid.VLLM.require()
+        found = import_module("kvtier.connectors.vllm.grid.scheduler").GridScheduler
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found  # MultiConnector asks for a class with every statistics

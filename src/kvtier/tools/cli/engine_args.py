@@ -81,6 +81,10 @@ def vllm_args(
     blocks_per_chunk: Annotated[
         int, typer.Option(min=1, help="Number of vLLM blocks per kvtier block.")
     ] = 1,
+    grid: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens of the pieces in which prompts are reused; 0 for off."),
+    ] = 0,
     connector: Annotated[
         str,
         typer.Option(
@@ -97,6 +101,7 @@ def vllm_args(
     In a script: --kv-transfer-config "$(kvtier vllm-args --json ...)".
     """
     from kvtier.connectors.vllm.shared.fronts import front_named
+    from kvtier.connectors.vllm.shared.grid import SCHEDULER
     from kvtier.connectors.vllm.shared.settings import VllmSettings
 
     front = front_named(connector)
@@ -105,6 +110,8 @@ def vllm_args(
         extra.pop("host_capacity", None)
     if blocks_per_chunk > 1:
         extra["blocks_per_chunk"] = blocks_per_chunk
+    if grid:
+        extra["grid"] = grid
     VllmSettings.read(extra)  # raises here what vLLM would raise at its start
     config = {
         "kv_connector": front.connector,
@@ -113,7 +120,8 @@ def vllm_args(
         "kv_connector_extra_config": extra,
     }
     text = json.dumps(config, separators=(",", ":"))
-    typer.echo(text if only_json else f"--kv-transfer-config {shlex.quote(text)}")
+    scheduler = f"--scheduler-cls {SCHEDULER} " if grid else ""
+    typer.echo(text if only_json else f"{scheduler}--kv-transfer-config {shlex.quote(text)}")
 
 
 @settings_options(EngineSettings, [*SETTINGS, "load_policy", "namespace"])

@@ -21,6 +21,7 @@ from kvtier.connectors.vllm.kv_connector.messages import NOTHING, RankMessage, S
 from kvtier.connectors.vllm.kv_connector.rank import RankHalf
 from kvtier.connectors.vllm.kv_connector.scheduler import SchedulerHalf, Tracked
 from kvtier.connectors.vllm.kv_connector.stats import ConnectorMetrics, ConnectorStats
+from kvtier.connectors.vllm.shared.grid import settle_grid
 from kvtier.connectors.vllm.shared.halves import Sizes, begin_serving
 from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.pages import layer_sizes, tell_pages
@@ -78,6 +79,7 @@ class KvtierConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         set_failure_policy(vllm_config.kv_transfer_config)
+        settle_grid(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._sizes = Sizes(facts_of(vllm_config, kv_cache_config), extra)

@@ -38,6 +38,7 @@ from kvtier.connectors.vllm.offloading.manager import OffloadedTiers
 from kvtier.connectors.vllm.offloading.recording import Finished, RecordedConnector, recorded
 from kvtier.connectors.vllm.offloading.spec import KvtierSpec
 from kvtier.connectors.vllm.offloading.worker import OffloadedPages
+from kvtier.connectors.vllm.shared.grid import grids_of, settle_grid
 from kvtier.connectors.vllm.shared.halves import begin_serving
 from kvtier.connectors.vllm.shared.key_scope import Doubt
 from kvtier.connectors.vllm.shared.pages import EnginePages, layer_sizes
@@ -126,7 +127,9 @@ class KvtierOffloadingConnector(RecordedConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         set_failure_policy(vllm_config.kv_transfer_config)
+        settle_grid(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
+        (self._grid,) = grids_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._loading: dict[int, str] = {}
         self._steps: list[int] = []
         self._due = DueRequests.for_config(vllm_config)
@@ -173,6 +176,9 @@ class KvtierOffloadingConnector(RecordedConnector):
 
         def look_up() -> int | None:
             found: int | None = theirs(request, num_computed_tokens)[0]
+            if found and self._grid:  # vLLM would compute the last token of a whole prompt alone
+                end = (request.num_tokens - 1) // self._grid * self._grid
+                found = max(0, min(found, end - num_computed_tokens))
             return found
 
         num = self._manager.num_to_load(state, num_computed_tokens, request.num_tokens, look_up)

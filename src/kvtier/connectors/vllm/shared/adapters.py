@@ -26,6 +26,7 @@ from blake3 import blake3
 from kvtier.connectors.common.weights import find_files
 from kvtier.connectors.vllm.shared import weights
 from kvtier.connectors.vllm.shared.cores import off_compute_cores
+from kvtier.connectors.vllm.shared.grid import grids_of
 from kvtier.connectors.vllm.shared.key_scope import KeyScope, counts_media, scope_of
 from kvtier.connectors.vllm.shared.new_weights import hook
 from kvtier.identity import GRAIN_NS, Basis, Identification
@@ -123,14 +124,16 @@ class Adapters:
         reads_files: KV goes to storage, so adapters have to be known by their content.
         traits: what decides on their KV beside their files.
         counts_media: whether vLLM names media by a counter.
+        grid: tokens in a cell of prompts; 0 without a grid.
     """
 
     def __init__(
-        self, reads_files: bool = False, traits: str = "", counts_media: bool = False
+        self, reads_files: bool = False, traits: str = "", counts_media: bool = False, grid: int = 0
     ) -> None:
         self._reads_files = reads_files
         self._traits = traits
         self._counts_media = counts_media
+        self._grid = grid
         self._loads: dict[int, AdapterLoad] = {}
         self._num_loads: Counter[tuple[str, str]] = Counter()
 
@@ -164,19 +167,20 @@ class Adapters:
     def begin(self, request: Request) -> tuple[Any, KeyScope]:
         """Return a new request of vLLM's with the keys to use, and their scope."""
         if request.lora_request is None:
-            return request, scope_of(request, self._counts_media)
+            return request, scope_of(request, self._counts_media, grid=self._grid)
         load = self.load_of(request.lora_request)
         ours, names_adapter = keyed(request, load)
-        scope = scope_of(request, self._counts_media, names_adapter)
+        scope = scope_of(request, self._counts_media, names_adapter, self._grid)
         scope.adapter = load
         return ours, scope
 
 
 def adapters_of(config: VllmConfig, has_storage: bool) -> Adapters:
     """Return the adapters of this process's scheduler, hooked into its engine core."""
+    (grid,) = grids_of(config.kv_transfer_config.kv_connector_extra_config)
     if config.lora_config is None:
-        return Adapters(counts_media=counts_media(config))
-    made = Adapters(has_storage, weights.adapter_traits(config), counts_media(config))
+        return Adapters(counts_media=counts_media(config), grid=grid)
+    made = Adapters(has_storage, weights.adapter_traits(config), counts_media(config), grid)
     watch(made)
     return made
 

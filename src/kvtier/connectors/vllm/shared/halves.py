@@ -59,9 +59,10 @@ class Sizes:
         self.facts = facts = replace(facts, any_size=self.settings.storage_shards > 0)
         num_bytes = facts.bytes_per_page * facts.pages_per_block
         self.slot_bytes = -(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        self.names = VllmNames(
-            facts, self.slot_bytes, f"vllm {vllm.__version__}", self.settings.namespace
-        )
+        engine = f"vllm {vllm.__version__}"
+        if self.settings.grid:  # another cut of prompts: KV with other bits
+            engine += f" grid {self.settings.grid}"
+        self.names = VllmNames(facts, self.slot_bytes, engine, self.settings.namespace)
         host_bytes = 0 if self.settings.node else self.settings.host_bytes
         self.num_slots = self._num_slots_in("host_capacity", host_bytes)
         total, limited_by = total_bytes()  # before tables of that many slots are made

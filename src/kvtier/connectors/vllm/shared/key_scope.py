@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Flag, auto
 from typing import TYPE_CHECKING
 
+from kvtier.connectors.vllm.shared.grid import end_on_grid
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
@@ -69,21 +71,25 @@ class KeyScope:
         return not self.doubts
 
 
-def scope_of(request: Request, counts_media: bool, names_adapter: bool = False) -> KeyScope:
+def scope_of(
+    request: Request, counts_media: bool, names_adapter: bool = False, grid: int = 0
+) -> KeyScope:
     """Return the scope of a request's keys.
 
     Args:
         request: A request of vLLM's, when it is added.
         counts_media: Whether vLLM names media by a counter, see ``counts_media``.
         names_adapter: Whether the keys name the content of the request's adapter, if it has one.
+        grid: Tokens in a cell; 0 without a grid.
     """
+    kept = end_on_grid(request, grid) if grid else _before_media(request, counts_media)
     is_named = request.lora_request is None or names_adapter
     # An embedding is hashed without its type and shape, and the rest of a session comes later.
     if not is_named or request.prompt_embeds is not None or request.resumable:
-        return KeyScope(0, _before_media(request, counts_media))
+        return KeyScope(0, kept)
     if not request.mm_features:
-        return KeyScope()
-    return KeyScope(_first_media(request), _before_media(request, counts_media))
+        return KeyScope(kept=kept)
+    return KeyScope(_first_media(request), kept)
 
 
 def counts_media(config: VllmConfig) -> bool:

@@ -48,6 +48,11 @@ class VllmSettings(HostSettings, StageConfig):
         "memory themselves, so host_capacity does not count.",
     )
 
+    grid: int = setting(
+        0,
+        "Compute, cache and reuse prompts in pieces of so many tokens: a hit has the bits of a "
+        "miss. 0 for off. Needs kvtier's --scheduler-cls.",
+    )
     recompute_failed_loads: bool = setting(
         True,
         "Whether vLLM computes what a connector could not load, kvtier or another one beside it. "
@@ -60,6 +65,8 @@ class VllmSettings(HostSettings, StageConfig):
             raise self.wrong(f"storage_stages: {self.storage_stages} is below 0")
         if self.storage_stages and not self.storage_shards:
             raise self.wrong("storage_stages needs storage_shards; write 1 to cut layers only")
+        if self.grid < 0:
+            raise self.wrong(f"grid: {self.grid} is below 0")
         if self.node_deadline_s <= 0:
             raise self.wrong(f"node_deadline_s: {self.node_deadline_s!r} is not above 0")
 

@@ -1,0 +1,1 @@
+"""A scheduler of vLLM's that computes prompts on a grid (setting ``grid``): hits equal misses."""
