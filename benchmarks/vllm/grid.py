@@ -35,11 +35,11 @@ CROWD = 1200
 BUDGET = 2048
 """Tokens of a step."""
 FIGURES = {
-    "miss_s": "first token, miss",
-    "hit_s": "first token, hit in host memory",
-    "tokens_per_s": f"tokens/s, {NUM_AT_ONCE} at once",
+    "miss_s": "miss, s",
+    "hit_s": "hit, s",
+    "tokens_per_s": "tokens/s",
 }
-USUAL, QUICK = {"rounds": 12, "grids": [256, 512, 1024]}, {"rounds": 5, "grids": [512]}
+USUAL, QUICK = {"rounds": 12, "grids": [256, 512, 1024]}, {"rounds": 6, "grids": [512]}
 
 Samples = Mapping[str, Sequence[float]]
 """By figure, the value of each round."""
@@ -141,13 +141,13 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
             ratio = f" ({row[f'{name}_ratio']:.2f})" if row["grid"] else ""
             cells.append(f"{row[name]:.4g}{ratio}")
         lines.append([*cells, str(row["rounds"])])
-    title = f"Prompts of {PROMPT} tokens alone, and of {CROWD} among others (ratio to no grid)"
+    title = "Time to the first token, and throughput (ratio to no grid)"
     return table_of(title, ("grid",), (*FIGURES.values(), "rounds"), lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of("vllm.grid", __doc__)
-    parser.add_argument("--quick", action="store_true", help="5 rounds, a grid of 512 tokens")
+    parser.add_argument("--quick", action="store_true", help="6 rounds, a grid of 512 tokens")
     parser.add_argument("--rounds", type=int, help="(12)")
     parser.add_argument("--grids", nargs="+", type=int, help="(256 512 1024)")
     options = parser.parse_args(arguments)

@@ -147,7 +147,7 @@ def test_the_disk_is_written_for_what_will_be_used() -> None:
 
 
 def lets_first_comers_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit to what is written asks for no more than a full disk without a limit does."""
+    """Admit under a write limit whatever a full disk without a limit admits."""
     admit = NativeKeyIndex.admit_keys
 
     def admit_keys(

@@ -1,4 +1,4 @@
-"""Part of a trace as prompts, and what is said of two policies."""
+"""Part of a trace as prompts, and the comparison of two policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures against targets, as small as they come."""
+"""Figures against targets, as small as possible."""
 
 from __future__ import annotations
 

@@ -63,4 +63,5 @@ def end_on_grid(request: Request, grid: int) -> int:
     if request.resumable:
         return 0
     offsets = [int(feature.mm_position.offset) for feature in request.mm_features or ()]
-    return min([request.num_prompt_tokens, *offsets]) // grid * grid
+    num_tokens: int = min([request.num_prompt_tokens, *offsets])
+    return num_tokens // grid * grid
