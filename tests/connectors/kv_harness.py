@@ -45,7 +45,8 @@ class KvHarness:
     """A scheduler and its ranks.
 
     num: pages per block. replicated: all ranks compute the same KV, and map the same host memory.
-    node: socket of a node that has the memory. mode: whether requests load, and store.
+    node: socket of a node that has the memory. mode: whether requests load, and store. audit: share
+    of hits that are audited; its KV is of numbers of 8 bits then.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class KvHarness:
         replicated: bool = False,
         node: Path | None = None,
         mode: CacheMode = CacheMode.BOTH,
+        audit: float = 0.0,
     ) -> None:
         self.num = num
         facts = EngineFacts(
@@ -63,7 +65,7 @@ class KvHarness:
             len(LAYERS) * PAGE_BYTES,
             num,
             PAGE,
-            "uint8",
+            "fp8" if audit else "uint8",
             num_ranks=num_ranks,
             is_replicated=replicated,
         )
@@ -80,7 +82,14 @@ class KvHarness:
             tiers = node_tiers(NodeClient(node, engine=engine), names, shape, deadline_s=5.0)
             clients = [NodeClient(node, engine=engine) for _ in clients]
         manager = TierManager(
-            tiers, mover, names, shape, LoadPolicy.ALWAYS, publishes_events=True, mode=mode
+            tiers,
+            mover,
+            names,
+            shape,
+            LoadPolicy.ALWAYS,
+            publishes_events=True,
+            mode=mode,
+            audit=audit,
         )
         self.half = SchedulerHalf(manager, facts, DueRequests())
         self.caches = [
@@ -96,6 +105,8 @@ class KvHarness:
                 SLOT_BYTES, num_slots, shared=shared, num_shards=num_shards, node=clients[rank]
             )
             worker = TierWorker(pages, find_device("cpu"), room, num, rank)
+            if audit:
+                worker.audit(caches, layers, facts)
             self.ranks.append(RankHalf(worker, pages, stores=rank < num_shards))
         self.stored: set[str] = set()
         self.loaded: set[str] = set()

@@ -31,13 +31,13 @@ def make(node: NodeProcess) -> Iterator[Callable[..., KvHarness]]:
             made = KvHarness(node=node.socket, **options)
             stack.callback(made.close)
             stack.callback(made.half.manager.cache.check_invariants)
-            _open_room(made)
+            open_room(made)
             return made
 
         yield harness
 
 
-def _open_room(harness: KvHarness) -> None:
+def open_room(harness: KvHarness) -> None:
     """Reserve until the node's partition is open; an engine computes meanwhile."""
     cache, until_s = harness.half.manager.cache, time.monotonic() + 20
     while cache.reserve([b"k" * 36]) is None:
@@ -77,7 +77,7 @@ def test_engine_computes_while_its_node_is_dead_and_finds_it_again(
             time.sleep(0.01)
         assert num == 0
     node.start()
-    _open_room(harness)
+    open_room(harness)
     harness.serve("second", TEXT, range(6))
     before = harness.bytes_of(range(6))
     harness.load("again", TEXT, [9, 20, 3, 14, 7, 11, 12])

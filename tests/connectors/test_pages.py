@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
-from kvtier.connectors.vllm.shared.pages import Cache, EnginePages, LayerSize, tell_pages
+from kvtier.connectors.common.paged_pool import GroupPages
+from kvtier.connectors.vllm.shared.names import EngineFacts, GroupFacts
+from kvtier.connectors.vllm.shared.pages import (
+    Cache,
+    EnginePages,
+    LayerSize,
+    tell_pages,
+    tell_tokens,
+    tensors_of,
+)
 from kvtier.core.errors import LayoutError
+from kvtier.core.types import Slot
+from kvtier.devices import Direction, Memory
+from kvtier.devices.cpu import CpuDevice
 
 NUM_PAGES, TOKENS, HEADS, DIM = 7, 4, 2, 8
 PART = TOKENS * HEADS * DIM
@@ -121,3 +134,60 @@ def test_keys_and_values_apart_may_have_fewer_pages_than_tokens() -> None:
     pages = _told((keys, values), 2 * keys[0].numel())
     assert [share.address for share in pages.groups[0]] == [keys.data_ptr(), values.data_ptr()]
     assert [share.nbytes for share in pages.groups[0]] == [keys[0].numel()] * 2
+
+
+def _facts(dtype: str) -> EngineFacts:
+    return EngineFacts((GroupFacts(0, TOKENS, ("a",)),), 0, 1, TOKENS, dtype)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize(
+    ("cache", "tokens_at"),
+    [
+        (torch.zeros(NUM_PAGES, 2, TOKENS, HEADS, DIM), 2),
+        (torch.zeros(2, NUM_PAGES, TOKENS, HEADS, DIM), 2),
+        (torch.zeros(2, NUM_PAGES, HEADS, TOKENS, DIM), 3),
+        (torch.zeros(NUM_PAGES, 2, HEADS, TOKENS, DIM).transpose(2, 3), 2),
+        (torch.zeros(NUM_PAGES, 2, TOKENS, HEADS, DIM).transpose(0, 1), 2),
+        (torch.zeros(NUM_PAGES, TOKENS, 3 * DIM), 1),
+        ([torch.zeros(NUM_PAGES, TOKENS, HEADS, DIM) for _ in "kv"], 1),
+    ],
+    ids=["blocks first", "keys first", "heads", "heads inside", "inside", "latents", "apart"],
+)
+def test_numbers_of_a_token_are_found_in_its_slot(cache: Cache, tokens_at: int, num: int) -> None:
+    parts = tensors_of(cache)
+    page_bytes = sum(part.nbytes for part in parts) // NUM_PAGES
+    pages = tell_pages({"a": cache}, layers := [[LayerSize("a", [page_bytes])]], NUM_PAGES)
+    for number, part in enumerate(parts):
+        at = [1] * part.ndim
+        at[tokens_at] = TOKENS
+        part.copy_(torch.arange(TOKENS).view(at) + 10 * number)
+        if part.ndim == 5:
+            kv_axis = part.shape.index(2) if part.size(0) != 2 else 0
+            part.select(kv_axis, 1).add_(10)
+    pool = pages.pool(num, num * page_bytes)
+    places = tell_tokens({"a": cache}, layers[0], pool, 0, _facts("float32"))
+    assert places is not None
+    slot = np.zeros(num * page_bytes, np.uint8)
+    host = Memory(slot.ctypes.data, slot.nbytes, "host", slot)
+    taken = GroupPages(range(num), [Slot(0)], 0)
+    CpuDevice().make_queue(Direction.STORE).submit(pool.stage([taken], host, Direction.STORE))
+    found = [
+        row
+        for each in places[0]
+        for row in slot.view(np.float32)[each.first + each.places].tolist()
+    ]
+    expected = [[[10 * at + token] for token in [*range(TOKENS)] * num] for at in range(len(found))]
+    assert [[sorted(set(token)) for token in part] for part in found] == expected
+    assert sum(each.places.size for each in places[0]) * 4 == slot.nbytes, "every number is found"
+
+
+def test_numbers_that_belong_to_no_token_are_unknown() -> None:
+    state = torch.zeros(NUM_PAGES, 3, 5)
+    pages = tell_pages({"a": state}, layers := [[LayerSize("a", [60])]], NUM_PAGES)
+    assert tell_tokens({"a": state}, layers[0], pages.pool(1, 64), 0, _facts("float32")) is None
+    quantised = torch.zeros(NUM_PAGES, TOKENS, 5, dtype=torch.uint8)
+    pages = tell_pages({"a": quantised}, layers := [[LayerSize("a", [20])]], NUM_PAGES)
+    for dtype, is_known in (("fp8", True), ("fp8_e5m2", False), ("nvfp4", False)):
+        places = tell_tokens({"a": quantised}, layers[0], pages.pool(1, 32), 0, _facts(dtype))
+        assert (places is not None) is is_known

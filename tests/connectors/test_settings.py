@@ -26,7 +26,7 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"host_capacity": 0}, "host_capacity: 0 is no room"),
         (
             {"zzz": 1},
-            "known: host_capacity, lookup_deadline_s, storage, storage_capacity, node, node_tenant",
+            "known: audit, host_capacity, lookup_deadline_s, storage, storage_capacity, node",
         ),
         ({"disk_path": "/nvme", "disk_capacity": 0}, "disk_capacity: 0 is no room at all"),
         ({"disk_capacity": "1GiB"}, "disk_capacity: '1GiB' needs a disk; name a folder"),
@@ -46,6 +46,7 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"grid": -1}, "grid: -1 is below 0"),
         ({"grid": "512"}, "grid can't be '512'; write a number"),
         ({"lookup_deadline_s": -1}, "lookup_deadline_s: -1 is below 0"),
+        ({"audit": 2}, "audit: 2 is no share of hits"),
         ({"record": True}, "record can't be True; name a file"),
         ({"record_max_bytes": "1KiB"}, "record_max_bytes: '1KiB' is below 1 MiB"),
     ):

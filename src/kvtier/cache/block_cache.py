@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, NamedTuple, TypeVar
 
+from kvtier.cache.audit import ComputedBlocks
 from kvtier.cache.guard import SlotGuard
 from kvtier.cache.ladder import CostMetrics
 from kvtier.core.hints import Hint, HintResult
@@ -110,11 +111,13 @@ class BlockCache(ABC):
         metrics: counters and gauges.
         costs: predicted and actual costs, learned from copies and prefill.
         learns: whether a policy learns from requests.
+        computed: when this process computed blocks; None if nothing asks for their age.
     """
 
     metrics: Metrics
     costs: CostMetrics
     learns: bool
+    computed: ComputedBlocks | None = None
 
     # -- look-ups ----------------------------------------------------------------------------------
 
@@ -145,6 +148,10 @@ class BlockCache(ABC):
     @abstractmethod
     def sources(self, keys: Sequence[bytes]) -> list[str]:
         """Return the tier that each block would be read from now: memory, or a storage tier."""
+
+    def age_s(self, key: bytes) -> float | None:
+        """Return the seconds since this process computed a block; None if that is not known."""
+        return None
 
     @abstractmethod
     def origins(self, keys: Sequence[bytes]) -> list[str]:

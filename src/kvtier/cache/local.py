@@ -403,6 +403,11 @@ class LocalBlockCache(BlockCache):
         _, by_tier = self._find_all(keys)
         return [self._tiers[tier] for tier in _sources(by_tier).tolist()]
 
+    def age_s(self, key: bytes) -> float | None:
+        if self.computed is None or not (known := self._index.find_all([key]).known):
+            return None
+        return self.computed.age_s(known[0])
+
     def origins(self, keys: Sequence[bytes]) -> list[str]:
         slots = self._index.slots(self._known(keys), self.memory)
         return [self._tiers[tier] for tier in self.slots.sources[as_array(slots)].tolist()]
@@ -474,6 +479,8 @@ class LocalBlockCache(BlockCache):
         kept = self._copies.commit(blocks, depths, self._clock())
         if kept:
             self._on_change(self.memory, kept, False)
+        if self.computed is not None:
+            self.computed.note(kept)
         if to_storage:
             self.ladder.enqueue_write(kept)
 

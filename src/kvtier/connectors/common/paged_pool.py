@@ -12,7 +12,7 @@ the same order, and may read them directly into the pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvtier.cache.transfer import Steps
 from kvtier.cache.transfer.staging import NO_SEAMS, coalesce
+from kvtier.core.grouping import runs_of
 from kvtier.core.types import Slot
 from kvtier.devices import CopyBatch, Device, Direction, Memory
 from kvtier.tiers import Pieces
@@ -76,6 +77,28 @@ class GroupPages:
 NO_PAGES = GroupPages([], [], 0)
 
 
+def split(
+    groups: Sequence[GroupPages], positions: Collection[int], pages_per_block: int
+) -> tuple[list[list[GroupPages]], list[list[GroupPages]]]:
+    """Split a copy in the blocks at some positions, one by one, and the runs of all others.
+
+    positions: among the blocks of all groups, group after group.
+    """
+    singles: list[list[GroupPages]] = []
+    others: list[list[GroupPages]] = []
+    at = 0
+    for number, group in enumerate(groups):
+        end = at + len(group.slots)
+        for is_single, run in runs_of([place in positions for place in range(at, end)]):
+            bounds = [(block, block + 1) for block in run] if is_single else [(run[0], run[-1] + 1)]
+            for begin, stop in bounds:
+                some = [NO_PAGES] * len(groups)
+                some[number] = group.blocks(begin, stop, pages_per_block)
+                (singles if is_single else others).append(some)
+        at = end
+    return singles, others
+
+
 class PagedPool:
     """An engine's tensors as shares, by group, and the copies of their blocks.
 
@@ -112,9 +135,9 @@ class PagedPool:
         )
         self._seams = np.array(seams, np.int64)
         self._groups = [_Columns.of(group, begin) for group in groups]
-        self._num_pages = num_pages
+        self.num_pages = num_pages
         self.pages_per_block = pages_per_block
-        self._slot_bytes = slot_bytes
+        self.slot_bytes = slot_bytes
         largest = max(int(group.nbytes.sum()) for group in self._groups) * pages_per_block
         assert largest <= slot_bytes, f"a block of {largest} bytes in slots of {slot_bytes}"
 
@@ -144,7 +167,7 @@ class PagedPool:
             shares = columns.pick(some)
             place = group.first + np.arange(len(group.pages))
             block, within = np.divmod(place, self.pages_per_block)
-            slots = np.asarray(group.slots, np.int64)[block] * self._slot_bytes
+            slots = np.asarray(group.slots, np.int64)[block] * self.slot_bytes
             pages = np.asarray(group.pages, np.int64)
             # Share after share, and a share's pages in order, so that neighbours can be merged.
             at_device.append((shares.offset[:, None] + np.outer(shares.stride, pages)).ravel())
@@ -159,6 +182,21 @@ class PagedPool:
             return coalesce(batch, src_seams=seams, dst_seams=self._seams)
         batch = CopyBatch(self.memory, host, device, inside, size)
         return coalesce(batch, src_seams=self._seams, dst_seams=seams)
+
+    def places(self, group: int, addresses: Int64s) -> Int64s | None:
+        """Return the offsets in a block of some bytes of each page; None if they are no page's.
+
+        addresses: of the bytes in page 0, int64 [...]. Returns int64 [pages_per_block, ...].
+        """
+        shares, at, num = self._groups[group], addresses - self.memory.address, self.pages_per_block
+        order = np.argsort(shares.offset)
+        share = order[np.searchsorted(shares.offset[order], at, "right") - 1]
+        within = at - shares.offset[share]
+        if ((within < 0) | (within >= shares.nbytes[share])).any():
+            return None
+        page = np.arange(num).reshape(num, *[1] * at.ndim)
+        places: Int64s = shares.before[share] * num + shares.nbytes[share] * page + within
+        return places
 
     # -- direct reads ------------------------------------------------------------------------------
 
@@ -180,7 +218,7 @@ class PagedPool:
 
     def direct_pool(self, device: Device) -> Pool:
         """Return the description of this memory that storage needs to read into it."""
-        first_two = np.arange(min(2, self._num_pages))
+        first_two = np.arange(min(2, self.num_pages))
         pages = np.repeat(first_two[:, None], self.pages_per_block, axis=1)
         far = None if self.memory.kind in HOST_KINDS else device
         blocks = self.pieces([pages] * len(self._groups))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from kvtier.cache.transfer.ranks.executor import RankExecutor
 from kvtier.cache.transfer.ranks.messages import (
+    Compared,
     Done,
     Hello,
     RankOrder,
@@ -20,6 +21,7 @@ from kvtier.cache.transfer.ranks.messages import (
 from kvtier.cache.transfer.ranks.mover import RankMover
 
 __all__ = [
+    "Compared",
     "Done",
     "Hello",
     "RankExecutor",

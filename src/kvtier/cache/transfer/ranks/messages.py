@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.cache.transfer.mover import Scrubbed
 from kvtier.core.types import BlockName, Slot
 from kvtier.tiers.breaker import BreakerState
@@ -145,6 +148,26 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Compared:
+    """Comparison of a recomputed block with the stored one; of several ranks, the greatest values.
+
+    distances: of the stored block from the recomputed one, see ``kvtier.cache.audit``.
+    apart: greatest distance of two computations of the block, neither of which was loaded; 0 if
+    there was one only.
+    """
+
+    distances: npt.NDArray[np.float32]
+    apart: float = 0.0
+
+    def and_also(self, other: Compared) -> Compared:
+        """Combine the comparisons of two ranks' shards of the block."""
+        ours, theirs = self.distances, other.distances
+        if ours.shape != theirs.shape:  # stages of a pipeline, with unlike layers
+            ours, theirs = (each.max(axis=(0, 1), keepdims=True) for each in (ours, theirs))
+        return Compared(np.maximum(ours, theirs), max(self.apart, other.apart))
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Reports of ranks since their last report.
 
@@ -156,6 +179,7 @@ class Report:
     pieces: recovered keys.
     breakers: breaker states that changed, by rank and storage tier.
     has_new_weights: whether a rank has noticed that the weights of its model were replaced.
+    compared: recomputed blocks, by key; of each rank before its store is reported as ended.
     """
 
     done: Mapping[int, Done] = field(default_factory=dict)
@@ -166,10 +190,11 @@ class Report:
     pieces: tuple[RecoveredKeys, ...] = ()
     breakers: Mapping[tuple[int, str], BreakerState] = field(default_factory=dict)
     has_new_weights: bool = False
+    compared: Mapping[bytes, Compared] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         told = (self.done, self.hellos, self.failed, self.scrubbed, self.steps, self.pieces)
-        return any((*told, self.breakers, self.has_new_weights))
+        return any((*told, self.breakers, self.has_new_weights, self.compared))
 
     def and_also(self, other: Report) -> Report:
         """Combine the reports of several ranks."""
@@ -177,6 +202,10 @@ class Report:
         for order_id, theirs in other.done.items():
             ours = done.get(order_id)
             done[order_id] = theirs if ours is None else ours.and_also(theirs)
+        compared = dict(self.compared)
+        for key, theirs_compared in other.compared.items():
+            mine = compared.get(key)
+            compared[key] = theirs_compared if mine is None else mine.and_also(theirs_compared)
         return Report(
             done,
             {**self.hellos, **other.hellos},
@@ -186,4 +215,5 @@ class Report:
             self.pieces + other.pieces,
             {**self.breakers, **other.breakers},
             self.has_new_weights or other.has_new_weights,
+            compared,
         )

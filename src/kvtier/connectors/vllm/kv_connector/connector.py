@@ -237,6 +237,8 @@ class KvtierConnector(KVConnectorBase_V1):
             )
         worker = self._sizes.make_worker(TierWorker, pages, pages.device, shards)
         worker.watch_weights(model_of_caller())
+        if self._sizes.settings.audit:
+            worker.audit(kv_caches, self._layers, self._facts)
         self._rank = RankHalf(worker, pages, self._facts.rank < self._facts.num_shards)
 
     @property

@@ -16,7 +16,7 @@ from kvtier.connectors.vllm.kv_connector.messages import (
     RankMessage,
     StepMessage,
 )
-from kvtier.connectors.vllm.shared.copies import BlockSlots, PageRange
+from kvtier.connectors.vllm.shared.copies import BlockSlots, BlocksToStore, PageRange
 from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks, group_key
 from kvtier.connectors.vllm.shared.step import DueRequests, QueuedRequests, prefill_pieces
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from kvtier.cache.block_cache import Reserved
     from kvtier.connectors.vllm.kv_connector.events import TierEvents
     from kvtier.connectors.vllm.shared.names import EngineFacts
     from kvtier.connectors.vllm.shared.request_state import RequestState
@@ -216,13 +215,13 @@ class SchedulerHalf:
                 wanted.append((tracked, end))
         if not wanted:
             return
-        reservations = self.manager.begin_stores(
+        blocks_of = self.manager.begin_stores(
             [(tracked.keys[tracked.num_stored : end], tracked.state) for tracked, end in wanted]
         )
-        for (tracked, end), reserved in zip(wanted, reservations, strict=True):
-            if reserved is not None:  # else it is tried again when the request is due again
+        for (tracked, end), blocks in zip(wanted, blocks_of, strict=True):
+            if blocks is not None:  # else it is tried again when the request is due again
                 tracked.num_stored = end
-                self._begin_store(tracked, reserved)
+                self._begin_store(tracked, blocks)
 
     def _end_to_store(self, tracked: Tracked, num_computed: int) -> int:
         """Return how many of a request's first blocks may be stored."""
@@ -233,20 +232,19 @@ class SchedulerHalf:
             num_tokens = min(num_tokens, tracked.request.num_prompt_tokens)
         return min(num_tokens // self._block, len(tracked.keys))
 
-    def _begin_store(self, tracked: Tracked, reserved: Reserved) -> None:
-        """Order the ranks to copy new blocks into their slots."""
-        if not reserved.keys:
+    def _begin_store(self, tracked: Tracked, blocks: BlocksToStore) -> None:
+        """Order the ranks to copy new blocks into their slots, and to compare audited ones."""
+        if not blocks.keys:
             return
         num, pages = self._facts.pages_per_block, tracked.pages
         stored: list[int] = []
-        for key in reserved.keys:
+        for key in blocks.keys:
             at = tracked.state.request.ends[key] // self._page
             stored += pages[at - num : at]
-        assert len(stored) == num * len(reserved.keys), "vLLM has not reported the pages of a block"
+        assert len(stored) == num * len(blocks.keys), "vLLM has not reported the pages of a block"
         if self.events is not None:
-            self._describe(tracked, reserved.keys)
-        slots = BlockSlots(reserved.slots, guard=reserved.guard)
-        job = self._begin_job(tracked, reserved.keys, PageRange(stored), slots, is_store=True)
+            self._describe(tracked, blocks.keys)
+        job = self._begin_job(tracked, blocks.keys, PageRange(stored), blocks.slots, is_store=True)
         tracked.stores.add(job.job_id)
         self._stores.append(job)
 

@@ -41,7 +41,7 @@ from kvtier.connectors.vllm.offloading.worker import OffloadedPages
 from kvtier.connectors.vllm.shared.grid import grids_of, settle_grid
 from kvtier.connectors.vllm.shared.halves import begin_serving
 from kvtier.connectors.vllm.shared.key_scope import Doubt
-from kvtier.connectors.vllm.shared.pages import EnginePages, layer_sizes
+from kvtier.connectors.vllm.shared.pages import EnginePages, LayerSize, layer_sizes
 from kvtier.connectors.vllm.shared.rank_weights import model_of_caller
 from kvtier.connectors.vllm.shared.recording import record_settings
 from kvtier.connectors.vllm.shared.registry import CONNECTOR_NAME
@@ -303,17 +303,24 @@ class KvtierOffloadingConnector(RecordedConnector):
         else:
             worker._init_worker(split)
         self._worker.watch_weights(model_of_caller())
+        if spec.sizes.settings.audit:
+            self._worker.audit(kv_caches, self._layers(groups), spec.sizes.facts)
 
     def _cut(
         self, kv_caches: dict[str, torch.Tensor], groups: Sequence[int]
     ) -> Callable[[EnginePages], Shards]:
         """Return the function that cuts this rank's blocks into shards."""
         assert self.connector_worker is not None, "the scheduler's side has no ranks"
-        config, sizes = self.connector_worker.kv_cache_config, self._spec.sizes
-        layers = layer_sizes([config.kv_cache_groups[group] for group in groups])[0]
+        sizes, layers = self._spec.sizes, self._layers(groups)[0]
         division = division_of(self._vllm_config, sizes.settings)
         num_pages, slot_bytes = sizes.facts.pages_per_block, sizes.slot_bytes
         return lambda pages: shards_of(pages, layers, kv_caches, division, num_pages, slot_bytes)
+
+    def _layers(self, groups: Sequence[int]) -> list[list[LayerSize]]:
+        """Return the layers of KV groups of vLLM's."""
+        assert self.connector_worker is not None, "the scheduler's side has no ranks"
+        every = self.connector_worker.kv_cache_config.kv_cache_groups
+        return layer_sizes([every[group] for group in groups])
 
     @property
     def _spec(self) -> KvtierSpec:

@@ -20,10 +20,10 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 
-from kvtier.cache.block_cache import BlockState, Reserved
+from kvtier.cache.block_cache import BlockState
 from kvtier.connectors.vllm.offloading.stats import stats_of
 from kvtier.connectors.vllm.offloading.translation import HostSlots, request_of, source_of
-from kvtier.connectors.vllm.shared.copies import BlockSlots
+from kvtier.connectors.vllm.shared.copies import BlocksToStore
 from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.prompt import kind_of
 from kvtier.connectors.vllm.shared.request_state import RequestState
@@ -69,14 +69,9 @@ class OffloadedTiers(TierManager, OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
-        reserved = self.begin_store(keys, _state(req_context))
-        if reserved is None:  # vLLM would log a warning for every None
-            reserved = Reserved((), (), [])
-        return PrepareStoreOutput(
-            reserved.keys,
-            HostSlots(BlockSlots(reserved.slots, guard=reserved.guard)),
-            reserved.evicted,
-        )
+        # vLLM would log a warning for every None.
+        blocks = self.begin_store(keys, _state(req_context)) or BlocksToStore()
+        return PrepareStoreOutput(blocks.keys, HostSlots(blocks.slots), blocks.evicted)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True

@@ -125,15 +125,22 @@ class Adapters:
         traits: what decides on their KV beside their files.
         counts_media: whether vLLM names media by a counter.
         grid: tokens in a cell of prompts; 0 without a grid.
+        rename: return a request with other keys, if KV of its keys is in quarantine.
     """
 
     def __init__(
-        self, reads_files: bool = False, traits: str = "", counts_media: bool = False, grid: int = 0
+        self,
+        reads_files: bool = False,
+        traits: str = "",
+        counts_media: bool = False,
+        grid: int = 0,
+        rename: Callable[[Any, KeyScope], Any] = lambda request, scope: request,
     ) -> None:
         self._reads_files = reads_files
         self._traits = traits
         self._counts_media = counts_media
         self._grid = grid
+        self._rename = rename
         self._loads: dict[int, AdapterLoad] = {}
         self._num_loads: Counter[tuple[str, str]] = Counter()
 
@@ -167,20 +174,24 @@ class Adapters:
     def begin(self, request: Request) -> tuple[Any, KeyScope]:
         """Return a new request of vLLM's with the keys to use, and their scope."""
         if request.lora_request is None:
-            return request, scope_of(request, self._counts_media, grid=self._grid)
+            scope = scope_of(request, self._counts_media, grid=self._grid)
+            return self._rename(request, scope), scope
         load = self.load_of(request.lora_request)
         ours, names_adapter = keyed(request, load)
         scope = scope_of(request, self._counts_media, names_adapter, self._grid)
         scope.adapter = load
-        return ours, scope
+        return self._rename(ours, scope), scope
 
 
-def adapters_of(config: VllmConfig, has_storage: bool) -> Adapters:
+def adapters_of(
+    config: VllmConfig, has_storage: bool, rename: Callable[[Any, KeyScope], Any]
+) -> Adapters:
     """Return the adapters of this process's scheduler, hooked into its engine core."""
     (grid,) = grids_of(config.kv_transfer_config.kv_connector_extra_config)
     if config.lora_config is None:
-        return Adapters(counts_media=counts_media(config), grid=grid)
-    made = Adapters(has_storage, weights.adapter_traits(config), counts_media(config), grid)
+        return Adapters(counts_media=counts_media(config), grid=grid, rename=rename)
+    traits, counted = weights.adapter_traits(config), counts_media(config)
+    made = Adapters(has_storage, traits, counted, grid, rename)
     watch(made)
     return made
 

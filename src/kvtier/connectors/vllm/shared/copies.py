@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from kvtier.cache.guard import SlotGuard
 from kvtier.cache.transfer import Job
 from kvtier.cache.transfer.ranks import RankOrder
 from kvtier.connectors.common.paged_pool import GroupPages
+from kvtier.connectors.common.recomputed import Comparison
 from kvtier.connectors.vllm.shared.rank_weights import Look
 from kvtier.core.errors import CacheError, TierError
 from kvtier.core.types import DISK, Slot
@@ -29,12 +30,15 @@ class BlockSlots:
         reads: orders to read these blocks to where they are used. The slots of an order are
             positions, too.
         guard: where the slots lie, and how a copy is checked, if they are a node's.
+        audits: keys of blocks that a store compares with their slots in place of copying them
+            there, by position among all keys. The guard's generations are theirs.
     """
 
     slots: Sequence[Slot]
     direct: Sequence[int] = ()
     reads: Sequence[RankOrder] = ()
     guard: SlotGuard | None = None
+    audits: Mapping[int, bytes] = field(default_factory=dict)
 
     def by_block(self) -> Sequence[Slot | None]:
         """Return the slot of each block, None for a block that is read directly."""
@@ -43,6 +47,21 @@ class BlockSlots:
         slots, direct = iter(self.slots), frozenset(self.direct)
         num_blocks = len(self.slots) + len(direct)
         return [None if at in direct else next(slots) for at in range(num_blocks)]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksToStore:
+    """Blocks of a request for the ranks to store, or to compare with what is stored.
+
+    Attributes:
+        keys: in prompt order.
+        slots: their slots.
+        evicted: keys of the blocks evicted for them.
+    """
+
+    keys: Sequence[bytes] = ()
+    slots: BlockSlots = field(default_factory=lambda: BlockSlots(()))
+    evicted: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +96,7 @@ def pages_with_slots(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotCheck:
-    """Check of a load from a node's memory, made after its copy.
+    """Check of a load from a node's memory, or of a comparison with it, made afterwards.
 
     Attributes:
         now: int64 [num_slots], current generations of all slots; the node changes them.
@@ -90,12 +109,14 @@ class SlotCheck:
     then: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, memory: SlotMemory, slots: BlockSlots) -> SlotCheck | None:
-        """Return the check of a load; None for a process's own memory."""
-        if memory.generations is None or slots.guard is None:
+    def of(
+        cls, memory: SlotMemory, guard: SlotGuard | None, slots: Sequence[Slot]
+    ) -> SlotCheck | None:
+        """Return the check of slots that are read; None for a process's own memory."""
+        if memory.generations is None or guard is None or not slots:
             return None
-        then = np.asarray(slots.guard.generations, np.int64)
-        return cls(memory.generations, np.asarray(slots.slots, np.int64), then)
+        then = np.asarray(guard.generations, np.int64)
+        return cls(memory.generations, np.asarray(slots, np.int64), then)
 
     @property
     def holds(self) -> bool:
@@ -110,7 +131,8 @@ class PageCopy:
     slots: of host memory, that are copied from or to.
 
     job: of the device; None where nothing is copied. reads: from storage to vLLM's pages. check: of
-    a load from a node. look: at the weights, when the copy was submitted.
+    what is read in a node. look: at the weights, when the copy was submitted. audit: of blocks that
+    a store compares.
     """
 
     direction: Direction
@@ -119,6 +141,7 @@ class PageCopy:
     reads: Sequence[Job] = ()
     check: SlotCheck | None = None
     look: Look | None = None
+    audit: Comparison | None = None
 
     @property
     def _jobs(self) -> Sequence[Job]:
@@ -126,12 +149,15 @@ class PageCopy:
 
     @property
     def done(self) -> bool:
-        """Nothing of it touches vLLM's pages any more."""
-        return all(job.done for job in self._jobs)
+        """Nothing of it touches vLLM's pages or held slots any more."""
+        has_compared = self.audit is None or self.audit.job.done
+        return has_compared and all(job.done for job in self._jobs)
 
     def wait(self) -> None:
         for job in self._jobs:
             job.wait()
+        if self.audit is not None:
+            self.audit.job.wait()
 
     @property
     def error(self) -> CacheError | None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import vllm
+from vllm import envs
+from vllm.platforms import current_platform
 
 from kvtier.cache.transfer.ranks import RankMover
 from kvtier.connectors.vllm.shared import new_weights, weights
@@ -115,6 +117,9 @@ class Sizes:
             facts.publishes_events,
             settings.client_hints != ClientHints.OFF,
             settings.mode,
+            settings.audit,
+            # On other devices vLLM knows the variable, and promises nothing.
+            getattr(envs, "VLLM_BATCH_INVARIANT", False) and current_platform.is_cuda(),
         )
 
     def _make_mover(self) -> RankMover:
@@ -228,4 +233,4 @@ def begin_serving(
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         manager.describer = NodeDescriber(manager.cache, manager.names.facts, config, specs)
     new_weights.watch(connector)
-    return adapters_of(config, manager.has_storage)
+    return adapters_of(config, manager.has_storage, manager.audits.renamed)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvtier.cache.block_cache import BlockState, Change, Reserved
 from kvtier.cache.transfer.ranks import RankMover, RankOrder, Report
-from kvtier.connectors.vllm.shared.copies import BlockSlots
+from kvtier.connectors.vllm.shared.audits import HitAudits
+from kvtier.connectors.vllm.shared.copies import BlockSlots, BlocksToStore
 from kvtier.connectors.vllm.shared.counts import Counts, MetricValues, take_values
 from kvtier.connectors.vllm.shared.key_scope import Doubt
 from kvtier.connectors.vllm.shared.names import VllmNames
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 KEPT = (BlockState.MEMORY, BlockState.STORAGE)
 """States of blocks that some tier has."""
+NO_ROOM = Reserved((), (), [])
 
 
 class TierManager:
@@ -40,7 +42,8 @@ class TierManager:
     Used on the scheduler's thread.
 
     tiers: cache of the engine's blocks. mover: gives orders to the ranks, and takes their reports.
-    follows_hints: those of clients count. mode: whether requests load, and store.
+    follows_hints: those of clients count. mode: whether requests load, and store. audit: share of
+    hits that are audited. is_exact: whether vLLM computes the same bits in any batch.
 
     Attributes:
         describer: describes blocks to a node; None without one.
@@ -56,6 +59,8 @@ class TierManager:
         publishes_events: bool,
         follows_hints: bool = True,
         mode: CacheMode = CacheMode.BOTH,
+        audit: float = 0.0,
+        is_exact: bool = False,
     ) -> None:
         self._follows_hints = follows_hints
         self._mode = mode
@@ -78,6 +83,10 @@ class TierManager:
         self._reset_at: int | None = None  # the last step before a reset
         self._is_pool_old = False  # vLLM's own prefix cache may have KV of earlier weights
         self.num_new_weights = 0
+        self._num_loads = 0
+        self.audits = HitAudits(
+            audit, self.cache, names, shape, self.has_storage, is_exact, self._requests
+        )
 
     @property
     def has_storage(self) -> bool:
@@ -104,6 +113,7 @@ class TierManager:
         if state is not None:  # vLLM reports a use only here
             self._begin(state)  # vLLM looks up nothing if its own pool had the whole prompt
             self._note_planned(state, ())
+            self.audits.finish(state)
             self.cache.touch(state.request.in_order())
             if state.request.last_key or not self.cache.learns:
                 self._hint(state, at_end=True)
@@ -134,7 +144,10 @@ class TierManager:
             state.begin_look_up(num_computed)
             found = look_up()
             if found:
-                return self.promotion.num_worth_loading(state, num_computed, found, num_tokens)
+                worth = self.promotion.num_worth_loading(state, num_computed, found, num_tokens)
+                if not self.audits.begin(state, num_computed, worth, self._num_loads > 0):
+                    return worth
+                continue  # vLLM meets less now
             if found is not None:
                 return 0
             match self.promotion.advise(state, num_computed, num_tokens):
@@ -212,6 +225,7 @@ class TierManager:
         for tier, num in Counter([*self.cache.origins(memory_keys), *sources]).items():
             self.counts.add(specs.VLLM_LOADED_CHUNKS, num, tier)
         self._note_planned(state, keys)
+        self._num_loads += 1
         held = self.cache.hold(memory_keys)
         return BlockSlots(held.slots, direct, self._mover.take_reads(), held.guard)
 
@@ -220,6 +234,7 @@ class TierManager:
         ways = {} if state is None else state.ways
         self.cache.release([key for key in keys if ways.get(key) is not Way.READ])
         self.promotion.load_ended()
+        self._num_loads -= 1
         since_s = None if state is None else state.end_load()
         if state is not None and since_s is not None:
             end = max((state.request.ends.get(key, 0) for key in keys), default=0)
@@ -232,42 +247,56 @@ class TierManager:
         self.cache.costs.planned(len(loaded_keys), len(state.declined))
         state.declined.clear()
 
-    def begin_store(self, keys: Collection[bytes], state: RequestState | None) -> Reserved | None:
+    def begin_store(
+        self, keys: Collection[bytes], state: RequestState | None
+    ) -> BlocksToStore | None:
         """Reserve slots for those of a request's blocks that are new. None if there is no room."""
         if not self._mode.stores:
-            return Reserved((), (), [])
-        if state is None:
-            return self.cache.reserve(keys)
-        return self._reserve(self._kept(keys, state), state)
+            return self._stored(keys, NO_ROOM, state)
+        return self._reserve(keys if state is None else self._kept(keys, state), state)
 
     def begin_stores(
         self, wanted: Sequence[tuple[Collection[bytes], RequestState]]
-    ) -> list[Reserved | None]:
+    ) -> list[BlocksToStore | None]:
         """Reserve slots for the new blocks of all requests of a step, by one call of the cache.
 
         wanted: blocks of each request. Returns what ``begin_store`` returns for each.
         """
         if not self._mode.stores:
-            return [Reserved((), (), [])] * len(wanted)
+            return [self._stored(keys, NO_ROOM, state) for keys, state in wanted]
         kept = [self._kept(keys, state) for keys, state in wanted]
         reserved = self.cache.reserve([key for keys in kept for key in keys])
         if reserved is None:  # there may be room for some
             pairs = zip(kept, wanted, strict=True) if len(kept) > 1 else ()
             return [self._reserve(keys, state) for keys, (_, state) in pairs] or [None]
         slots = dict(zip(reserved.keys, reserved.slots, strict=True))
-        found: list[Reserved | None] = []
+        found: list[BlocksToStore | None] = []
         for keys, (_, state) in zip(kept, wanted, strict=True):
             new_keys = [key for key in keys if key in slots]
             new_slots = [slots.pop(key) for key in new_keys]
-            self._describe(new_keys, state)
-            found.append(Reserved(new_keys, new_slots, [], reserved.guard))
+            new = Reserved(new_keys, new_slots, [], reserved.guard)
+            found.append(self._stored(keys, new, state))
         return found
 
-    def _reserve(self, keys: Sequence[bytes], state: RequestState) -> Reserved | None:
+    def _reserve(self, keys: Collection[bytes], state: RequestState | None) -> BlocksToStore | None:
         reserved = self.cache.reserve(keys)
-        if reserved is not None:
-            self._describe(reserved.keys, state)
-        return reserved
+        return None if reserved is None else self._stored(keys, reserved, state)
+
+    def _stored(
+        self, keys: Collection[bytes], new: Reserved, state: RequestState | None
+    ) -> BlocksToStore:
+        """Return blocks to store, and audited ones among ``keys`` to compare."""
+        if state is not None:
+            self._describe(new.keys, state)
+        if state is None or state.audit is None:
+            return BlocksToStore(new.keys, BlockSlots(new.slots, guard=new.guard), new.evicted)
+        audited, held = self.audits.take(state, keys)
+        slots = dict(zip((*new.keys, *audited), (*new.slots, *held.slots), strict=True))
+        ordered = [key for key in dict.fromkeys(keys) if key in slots]
+        audits = {at: key for at, key in enumerate(ordered) if key in audited}
+        guard = held.guard or new.guard
+        found = BlockSlots([slots[key] for key in ordered], guard=guard, audits=audits)
+        return BlocksToStore(ordered, found, new.evicted)
 
     def _describe(self, keys: Iterable[bytes], state: RequestState) -> None:
         if self.describer is not None:
@@ -322,7 +351,9 @@ class TierManager:
         self, keys: Collection[bytes], state: RequestState | None, success: bool = True
     ) -> None:
         """Note that a request's blocks are in their slots, or that they were not copied."""
-        if not success or (state is not None and not state.scope.is_computed_right()):
+        is_right = success and (state is None or state.scope.is_computed_right())
+        keys = self.audits.end(state, keys, is_right)
+        if not is_right:
             self.cache.abort(keys)
             return
         ends = {} if state is None else state.request.ends
@@ -366,7 +397,8 @@ class TierManager:
                 self.names.disown()
             self.num_new_weights += 1
             self._is_pool_old = True
-        self._reset_at = self.steps.last
+        self._reset_at, self._num_loads = self.steps.last, 0
+        self.audits.reset()
         for state in self._requests.values():
             state.reset(has_new_weights=not keeps)
 
@@ -405,6 +437,7 @@ class TierManager:
         self._mover.hear(report)
         self._tiers.open(self._mover.num_open)
         self.cache.distrust(report.failed)
+        self.audits.hear(report.compared)
         self.cache.poll()
         now_s = time.monotonic()
         for step in report.steps:

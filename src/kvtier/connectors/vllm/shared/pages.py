@@ -12,19 +12,29 @@ attention backend:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvtier.connectors.common.paged_pool import PagedPool, PoolShare
+from kvtier.connectors.common.recomputed import TokenPlaces
+from kvtier.connectors.vllm.shared.names import EngineFacts
 from kvtier.core.errors import LayoutError
 from kvtier.devices import Memory
+from kvtier.layout import DType
 
 Cache = torch.Tensor | Sequence[torch.Tensor]
 """KV of one layer, as an engine registers it."""
+KINDS = {
+    torch.float32: DType.FLOAT32,
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.float8_e4m3fn: DType.FLOAT8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,66 @@ def tell_pages(
         shares.append(list(of_group))
     layout = sha256(repr(order).encode()).hexdigest()
     return EnginePages(shares, num_pages, tensors, layout)
+
+
+def tell_tokens(
+    kv_caches: Mapping[str, Cache],
+    layers: Sequence[LayerSize],
+    pool: PagedPool,
+    group: int,
+    facts: EngineFacts,
+) -> list[list[TokenPlaces]] | None:
+    """Return where the numbers of each token of a KV group lie in a block, by layer and tensor.
+
+    None if it is not clear for some layer. group: its position among those of ``pool``.
+    """
+    found: list[list[TokenPlaces]] = []
+    known: dict[bytes, TokenPlaces] = {}
+    for layer in layers:
+        parts = tensors_of(kv_caches[layer.name])
+        try:
+            axis, num_rows = page_rows(layer, parts, pool.num_pages)
+        except LayoutError:
+            return None
+        found.append([])
+        for part in parts:
+            places = _token_places(part, axis, num_rows, pool, group, facts)
+            if places is None:
+                return None
+            alike = known.setdefault(places.places.tobytes(), places)
+            found[-1].append(replace(places, places=alike.places))
+    return found
+
+
+def _token_places(
+    part: torch.Tensor, axis: int, num_rows: int, pool: PagedPool, group: int, facts: EngineFacts
+) -> TokenPlaces | None:
+    """Return the places of one tensor's numbers. axis, num_rows: see ``page_rows``.
+
+    Beside pages and tokens a tensor has an axis of a head's content, the last one, and mostly one
+    of heads. A fifth one is that of K and V, next to that of pages.
+    """
+    num_tokens = facts.groups[group].tokens_per_page
+    apart = [1 - axis] if part.ndim == 5 else []
+    others = [at for at in range(part.ndim) if at not in (axis, *apart)]
+    tokens = next((at for at in others[:-1] if part.size(at) * num_rows == num_tokens), None)
+    is_fp8 = part.dtype is torch.uint8 and facts.dtype in ("fp8", "fp8_e4m3")
+    kind = DType.FLOAT8 if is_fp8 else KINDS.get(part.dtype)
+    if kind is None or tokens is None:
+        return None
+    others.remove(tokens)
+    offsets: Any = np.zeros((), np.int64)
+    for at in range(part.ndim):
+        num = num_rows if at == axis else part.size(at)
+        offsets = np.add.outer(offsets, np.arange(num) * part.stride(at) * kind.itemsize)
+    by_token = offsets.transpose(*apart, axis, tokens, *others)
+    addresses = part.data_ptr() + by_token.reshape(2 if apart else 1, num_tokens, -1)
+    places = pool.places(group, addresses)
+    if places is None:
+        return None
+    of_block = np.concatenate(list(places // kind.itemsize), axis=1)
+    first = int(of_block.min())
+    return TokenPlaces(kind, first, (of_block - first).astype(np.int32))
 
 
 def _describe(part: torch.Tensor, axis: int) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,8 +15,9 @@ import torch
 
 from kvtier.cache.guard import SlotGuard
 from kvtier.cache.transfer import Job, LocalMover, TransferEngine, behind
-from kvtier.cache.transfer.ranks import Hello, RankExecutor, RankOrder, Report
-from kvtier.connectors.common.paged_pool import NO_PAGES, GroupPages, PagedPool
+from kvtier.cache.transfer.ranks import Compared, Hello, RankExecutor, RankOrder, Report
+from kvtier.connectors.common.paged_pool import GroupPages, PagedPool, split
+from kvtier.connectors.common.recomputed import Comparer
 from kvtier.connectors.vllm.shared.copies import (
     BlockSlots,
     PageCopy,
@@ -24,12 +25,13 @@ from kvtier.connectors.vllm.shared.copies import (
     SlotCheck,
     pages_with_slots,
 )
-from kvtier.connectors.vllm.shared.pages import EnginePages
+from kvtier.connectors.vllm.shared.cores import off_compute_cores
+from kvtier.connectors.vllm.shared.names import EngineFacts
+from kvtier.connectors.vllm.shared.pages import Cache, EnginePages, LayerSize, tell_tokens
 from kvtier.connectors.vllm.shared.rank_weights import Look, ParameterWatch
 from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.core.config import DEFAULT_CODING, CodingConfig
 from kvtier.core.errors import TierError
-from kvtier.core.grouping import runs_of
 from kvtier.core.types import DISK, HOST, Direct, Slot
 from kvtier.devices import Device, Direction, Finding
 from kvtier.layout import opaque
@@ -124,6 +126,8 @@ class TierWorker:
         self._engine.start()
         self._copies: dict[int, PageCopy] = {}
         self._failed_slots: set[Slot] = set()
+        self._comparer: Comparer | None = None
+        self._compared: dict[bytes, Compared] = {}
         self._weights: ParameterWatch | None = None
         self._weights_number = 0
         self._look: Look | None = None  # of the copies that are submitted together
@@ -153,6 +157,20 @@ class TierWorker:
             kept = {name: storages[name].kept_keys() for name in (DISK,) if name in storages}
             self._executor = RankExecutor(host, mover, kept, self._rank, limits.num_shards)
             _log([finding for storage in self._storages for finding in storage.findings()])
+
+    def audit(
+        self,
+        kv_caches: Mapping[str, Cache],
+        groups: Sequence[Sequence[LayerSize]],
+        facts: EngineFacts,
+    ) -> None:
+        """Be ready to compare blocks. groups: the layers of each KV group."""
+        places = [
+            tell_tokens(kv_caches, layers, self._pool, at, facts)
+            for at, layers in enumerate(groups)
+        ]
+        with off_compute_cores():
+            self._comparer = Comparer(self._pool, self._device, places)
 
     def watch_weights(self, model: torch.nn.Module | None) -> None:
         """Notice changes of this rank's model. None: only the scheduler's process notices some."""
@@ -189,6 +207,8 @@ class TierWorker:
             is_over = is_over and is_idle
             for storage in self._storages if is_idle else ():
                 storage.close()
+        if self._comparer is not None:
+            is_over = self._comparer.close(CLOSE_WAIT_S) and is_over
         if is_over:
             self._host.close()
             self._device.close()
@@ -219,14 +239,23 @@ class TierWorker:
         if not self._is_told and isinstance(self._host, HostTier):
             self._host.arena.forget_file()  # every rank was made before the first step
         failed, self._failed_slots = frozenset(self._failed_slots), set()
-        has_new_weights, self._has_new_weights = self._has_new_weights, False
+        report = Report(
+            hellos=self._hellos(),
+            failed=failed,
+            steps=steps,
+            has_new_weights=self._has_new_weights,
+            compared=self._compared,
+        )
+        self._has_new_weights, self._compared = False, {}
         if self._executor is None:
-            return Report({}, self._hellos(), failed, (), steps, has_new_weights=has_new_weights)
-        scrubbed = self._executor.take_scrubbed()
-        done, pieces = self._executor.take_done(), self._executor.take_pieces()
-        breakers = self._executor.take_breakers()
-        hellos = self._hellos()
-        return Report(done, hellos, failed, scrubbed, steps, pieces, breakers, has_new_weights)
+            return report
+        return replace(
+            report,
+            done=self._executor.take_done(),
+            scrubbed=self._executor.take_scrubbed(),
+            pieces=self._executor.take_pieces(),
+            breakers=self._executor.take_breakers(),
+        )
 
     def _hellos(self) -> dict[int, Hello]:
         """Return this rank's state, by rank, if it has changed; else {}."""
@@ -280,10 +309,24 @@ class TierWorker:
             self._host.register(slots.guard, slots.slots)
             part = self._host.part
             groups = [replace(group, slots=part(group.slots)) for group in groups]
-        batch = self._pool.stage(groups, memory.memory, direction, memory.seams)
-        job = self._engine.submit([batch], direction)
-        check = SlotCheck.of(memory, slots) if direction is Direction.LOAD else None
-        self._copies[job_id] = PageCopy(direction, touched, job, check=check, look=self._look)
+        audit, read_slots, copied = None, slots.slots, [groups]
+        if direction is Direction.STORE:
+            read_slots = [slots.slots[at] for at in slots.audits]
+        if slots.audits:
+            assert self._comparer is not None, "a rank that audits nothing is told to compare"
+            touched -= frozenset(read_slots)
+            compared, copied = split(groups, slots.audits, self.pages_per_block)
+            audit = self._comparer.begin(compared, list(slots.audits.values()), memory.memory)
+        batches = [
+            self._pool.stage(some, memory.memory, direction, memory.seams) for some in copied
+        ]
+        job = self._engine.submit([*batches, *(audit.batches if audit else ())], direction)
+        if audit is not None and self._comparer is not None:
+            self._comparer.compare(audit, job)
+        check = SlotCheck.of(memory, slots.guard, read_slots)
+        self._copies[job_id] = PageCopy(
+            direction, touched, job, check=check, look=self._look, audit=audit
+        )
 
     def _read_direct(
         self, groups: Sequence[GroupPages], slots: BlockSlots, touched: frozenset[Slot]
@@ -296,16 +339,12 @@ class TierWorker:
         job, n = None, self.pages_per_block
         is_direct = np.zeros(sum(len(group.slots) for group in groups), bool)
         is_direct[list(slots.direct)] = True
-        kept: list[Sequence[GroupPages]] = []
         pages, at = [], 0
-        for number, group in enumerate(groups):
+        for group in groups:
             here = is_direct[at : (at := at + len(group.slots))]
             pages.append(group.by_block(n)[here])
-            for _, run in (each for each in runs_of(here.tolist()) if not each[0]):
-                some = [NO_PAGES] * len(groups)
-                some[number] = group.blocks(run.start, run.stop, n)
-                kept.append(some)
         if touched:
+            _, kept = split(groups, frozenset(slots.direct), n)
             memory = _memory(self._host, None)
             assert memory is not None, "a rank without memory of its own is told to read"
             steps = [
@@ -326,6 +365,10 @@ class TierWorker:
 
     def _finish(self, job_id: int) -> EndedCopy:
         copy = self._copies.pop(job_id)
+        holds = copy.check is None or copy.check.holds
+        if copy.audit is not None and self._comparer is not None:
+            compared = self._comparer.end(copy.audit)
+            self._compared.update(compared if holds else {})
         if copy.look is not None and copy.look.has_changed:
             self._note_new_weights()
             if copy.direction is Direction.STORE:
@@ -336,7 +379,7 @@ class TierWorker:
             if copy.job is not None and copy.job.error is not None:
                 self._failed_slots |= copy.slots
             return EndedCopy(job_id, has_failed=True)
-        if copy.check is not None and not copy.check.holds:
+        if copy.direction is Direction.LOAD and not holds:
             logger.warning("a load is computed: the node gave its slots to other blocks meanwhile")
             return EndedCopy(job_id, has_failed=True)
         if copy.job is None:
