@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -221,19 +222,25 @@ def test_a_difference_is_one_log_line_with_the_facts(caplog: pytest.LogCaptureFi
 
 def test_the_pattern_of_a_difference_suggests_its_cause() -> None:
     def cause(distances: Distances, has_first_layer: bool = True) -> str:
-        piece = AuditedPiece("host", NAME, 0, 1e-3, has_first_layer=has_first_layer)
-        return likely_cause(distances, piece)
+        whole = AuditedPiece("host", NAME, 0, 1e-3, has_first_layer=has_first_layer)
+        return likely_cause(distances, replace(whole, block_tokens=TOKENS // 2))
 
     missing = apart()
     missing[:, :, -1] = 1.0
-    assert "1 of 6 tokens differ and the others do not" in cause(missing)
+    assert "1 of 6 tokens differ, and others of the same block do not" in cause(missing)
     attention = apart(0.1)
     attention[0] = 0.0
     assert "attention computes something else" in cause(attention)
     positions = apart(0.1)
     positions[0, 1] = 0.0
     assert "positions (RoPE)" in cause(positions)
+    positions[0, 0, 0] = 0.0
+    assert "positions (RoPE)" in cause(positions), "the first token has none to differ in"
     assert "other tokens" in cause(apart(1.4))
+    swapped = apart(1.4)
+    swapped[0, :, : TOKENS // 2] = 0.0
+    assert "other tokens" in cause(swapped), "one of two blocks"
+    assert "1 of 6 tokens" in cause(missing, has_first_layer=False)
     assert cause(apart(1.4), has_first_layer=False) == "unknown"
 
 

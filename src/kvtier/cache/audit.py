@@ -86,6 +86,7 @@ class AuditedPiece:
         writer: process that stored it, as far as that is known.
         age_s: seconds since then; None if it is not known.
         has_first_layer: whether the first of the distances' layers is the model's first one.
+        block_tokens: tokens of each of its blocks; 0 for one block.
     """
 
     tier: str
@@ -95,6 +96,7 @@ class AuditedPiece:
     writer: str = "unknown"
     age_s: float | None = None
     has_first_layer: bool = True
+    block_tokens: int = 0
 
 
 class Auditor:
@@ -163,24 +165,25 @@ def likely_cause(distances: Distances, piece: AuditedPiece) -> str:
     The first layer's K and V depend on a token, its position and the weights, not on attention.
     """
     differs = ~(distances <= piece.tolerance)  # NaN differs
-    num_wrong, num = int(differs.any(axis=(0, 1)).sum()), distances.shape[2]
-    if num_wrong < num and differs[0].any():
-        return (
-            f"{num_wrong} of {num} tokens differ and the others do not: they were not written when "
-            "the block was copied, or were overwritten"
-        )
-    if not piece.has_first_layer:
-        return "unknown"
-    if not differs[0].any():
+    first, num = differs[0], distances.shape[2]
+    by_block = first.any(axis=0).reshape(-1, piece.block_tokens or num)
+    if piece.has_first_layer and not first.any():
         return (
             "the first layer is the same and later ones are not: attention computes something "
             "else than when the block was stored (another kernel, mask or window, or an adapter)"
         )
-    if distances.shape[1] == 2 and differs[0, 0].any() and not differs[0, 1].any():
+    if piece.has_first_layer and len(first) == 2 and not first[1].any():
         return "keys differ in the first layer and values do not: positions (RoPE) differ"
+    if (by_block.any(axis=1) & ~by_block.all(axis=1)).any():
+        return (
+            f"{by_block.sum()} of {num} tokens differ, and others of the same block do not: they "
+            "were not written yet when the block was copied, or were overwritten"
+        )
+    if not piece.has_first_layer:
+        return "unknown"
     return (
-        "the first layer differs in all tokens: it is the KV of other tokens (a block in the place "
-        "of another), or of other weights or another adapter"
+        "the first layer differs in all tokens of a block: it is the KV of other tokens (a block "
+        "in the place of another), or of other weights or another adapter"
     )
 
 

@@ -111,8 +111,10 @@ def test_windows_and_states_give_no_difference(make: Make, tmp_path: Path, kind:
     save(kind, kinds()[kind], tmp_path)
     engine = make(replace(AUDITED, model=str(tmp_path), device_capacity="16MiB"))
     for seed in range(3):
-        for _ in range(6):
-            ask(engine, random_prompt(seed, 180), ONE)
+        if seed == 2:
+            always(engine, 99)  # the last chunk that has a state before it
+        for num_tokens in (100, 180) * 3:
+            ask(engine, random_prompt(seed, num_tokens), ONE)
     assert counts(engine) == {"equal": 15}
 
 
@@ -275,6 +277,23 @@ def test_a_chunk_that_is_computed_again_anyway_is_compared(make: Make, prompt: l
     engine.call(lambda: spoil(engine, whole, block=-1))
     ask(engine, whole, ONE)
     assert counts(engine, DEVICE) == {"equal": 3, "different": 1}
+
+
+def test_requests_that_wait_when_a_difference_is_found_are_computed(
+    make: Make, prompt: list[int]
+) -> None:
+    whole, other, engine = prompt[: 4 * CHUNK], random_prompt(1, 200), make(AUDITED)
+    for tokens in (whole, other):
+        ask(engine, tokens, ONE)
+
+    def submit() -> list[Any]:
+        spoil(engine, whole, block=-1)
+        return [engine.submit(tokens, ONE) for tokens in (whole, other)]
+
+    _, waiting = (handle.result(60) for handle in engine.call(submit))
+    assert engine.drain()
+    assert counts(engine)["different"] == 1
+    assert waiting.num_cached_tokens == 0
 
 
 # -- what follows ----------------------------------------------------------------------------------

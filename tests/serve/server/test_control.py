@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kvtier.core.config import CacheConfig
-from kvtier.core.types import DEVICE
+from kvtier.core.types import DEVICE, HOST
 from kvtier.serve.engine import Engine, EngineConfig
 from kvtier.serve.server.config import ServerConfig
 from kvtier.tools.cli.api_keys import CONTROL_KEY_VARIABLE
@@ -104,6 +104,24 @@ def test_a_tenant_is_deleted_with_what_only_the_disk_knows(tmp_path: Path) -> No
         assert post(served, "/clear")["is_complete"]
     with started(tmp_path) as served:
         assert num_cached(served, TEXT, "b") == 0
+
+
+@pytest.mark.parametrize("body", [{"prompt": TEXT, "tenant": "a"}, {"tenant": "a"}])
+def test_kv_in_quarantine_is_deleted_with_its_tenants(
+    served: Running, body: dict[str, str]
+) -> None:
+    """After an audit found a difference, a tenant's namespace has another name."""
+    engine = served.engine
+    num_cached(served, TEXT, "a")
+    before = engine.namespace_of("a")
+    engine.call(lambda: engine._quarantine.add(before))
+    assert num_cached(served, TEXT, "a") == 0
+    assert num_cached(served, TEXT, "a") > 0
+    assert {each["tenant"] for each in post(served, "/status")["rooms"]} == {"a"}
+    assert post(served, "/delete", **body)["is_complete"]
+    used = engine.call(engine.cache.used_by_namespace)
+    assert not any(used.get(name, {}).get(HOST) for name in engine.namespaces_of("a"))
+    assert num_cached(served, TEXT, "a") == 0
 
 
 def test_a_prompt_is_prefetched_and_pinned(served: Running) -> None:

@@ -24,8 +24,8 @@ CONFIG = EngineConfig(
 )
 CAUSES = {
     "none": "",
-    "a block has another prompt's bytes": "16 of 32 tokens differ",
-    "the last token of a block is missing": "1 of 32 tokens differ",
+    "a block has another prompt's bytes": "KV of other tokens",
+    "the last token of a block is missing": "1 of 32 tokens differ, and others of the same block",
     "blocks were copied before they were computed": "KV of other tokens",
     "attention was patched when KV was stored": "attention computes something else",
     "positions had another scale when KV was stored": "positions (RoPE) differ",

@@ -170,6 +170,7 @@ class Audits:
             "another process, or this one long ago" if age_s is None else "this process",
             age_s,
             self._runner.has_first_layer,
+            size,
         )
         outcome = self._auditor.judge(distances, piece)
         self._is_wrong |= outcome is AuditOutcome.DIFFERENT
