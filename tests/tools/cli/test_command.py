@@ -71,6 +71,7 @@ def impossible(folder: Path) -> dict[str, list[str]]:
         "bench serve": ["--experiments", "none", "--no-report"],
         "bench copy": ["--size", "much"],
         "bench codec": ["--prompts", nothing],
+        "bench audit": ["--dtype", "much"],
         "bench url": [dead],
     }
 

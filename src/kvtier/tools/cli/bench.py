@@ -145,8 +145,9 @@ def audit(
     from kvtier.serve.engine.config import EngineConfig
     from kvtier.tools.bench_serve.audit import run_audit, show_audit
 
+    config = EngineConfig(model, device, dtype, audit=1.0)
     with output.progress() as progress:
-        result = run_audit(EngineConfig(model, device, dtype, audit=1.0), progress)
+        result = run_audit(config, progress)
     show_audit(output.console, result)
     output.write_json(result.as_json())
     if not result.is_right:
