@@ -146,10 +146,11 @@ VLLM_REPORT := build/vllm-$(VLLM).xml
 # Below 0.20 vLLM needs it: scripts/peers.py says why.
 VLLM_PRELOAD := lib/libtcmalloc-libiomp5.so
 VLLM_SETTINGS := $(if $(filter 0.18.% 0.19.%,$(VLLM)),LD_PRELOAD=$(CURDIR)/$(VLLM_PEER)/$(VLLM_PRELOAD))
-# Of the quick ones three start an engine; the others ask vLLM's classes.
+# Of the quick ones four start an engine; the others ask vLLM's classes.
 VLLM_QUICK := $(addprefix tests/engines/vllm/test_,contract.py manager.py secondary.py stores.py waiting_benchmark.py \
 	grid_steps.py grid.py::test_hit_has_the_bits_of_a_miss[own_connector] \
-	record.py::test_scheduler_records_what_was_computed disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
+	record.py::test_scheduler_records_what_was_computed disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk \
+	audit.py::test_what_was_stored_wrong_is_found[swapped-faulty])
 
 test-vllm: peers-ascend vllm-tests
 
@@ -187,7 +188,7 @@ SGLANG_PEER := $(PEERS)/sglang-$(or $(filter-out 0.5.23,$(SGLANG)),server)
 SGLANG_SETTINGS := $(if $(filter 0.5.14 0.5.15 0.5.16 0.5.17,$(SGLANG)),KVTIER_TEST_PAGE=1)
 SGLANG_ANY := $(addprefix tests/engines/sglang/test_,storage.py server.py::test_pages_come_back_after_a_flush_and_after_a_kill[storage-mha-1])
 SGLANG_REPORT := build/sglang-$(SGLANG).xml
-SGLANG_QUICK := $(addprefix tests/engines/sglang/test_,contract.py cpu_copies.py storage.py linker.py policy.py device_pools.py tier_events.py \
+SGLANG_QUICK := $(addprefix tests/engines/sglang/test_,contract.py cpu_copies.py storage.py linker.py audit.py policy.py device_pools.py tier_events.py \
 	hints.py::test_actions_are_carried_out_and_counted[linker] \
 	any_size.py::test_every_size_loads_what_every_other_size_has_stored any_size.py::test_ranks_share_a_bucket \
 	record.py::test_a_recording_replays_to_the_hits_of_sglangs_tree server.py::test_pages_come_back_after_a_flush_and_after_a_kill[linker-mha-1])

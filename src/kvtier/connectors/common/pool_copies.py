@@ -19,8 +19,9 @@ from kvtier.cache.local import LocalBlockCache
 from kvtier.cache.transfer import CopyJob, LocalMover, TransferEngine
 from kvtier.cache.transfer.staging import layers_per_step
 from kvtier.connectors.common.paged_pool import GroupPages, LayerSteps, PagedPool
+from kvtier.connectors.common.recomputed import Comparer, Comparison, Layers
 from kvtier.core.types import DEVICE, DISK, HOST
-from kvtier.devices import Direction
+from kvtier.devices import Device, Direction
 from kvtier.index import make_key_index
 from kvtier.index.policies.replayed import LRU
 from kvtier.observe import Metrics
@@ -39,16 +40,19 @@ class Store:
         depths: position of each block in its prompt.
         new: the blocks that are being copied.
         job: the copy; None if there is none.
+        comparison: of blocks in host memory with what was computed of them now.
     """
 
     asked: Sequence[bytes]
     depths: Sequence[int]
     new: Sequence[bytes]
     job: CopyJob | None
+    comparison: Comparison | None = None
 
     @property
     def done(self) -> bool:
-        return self.job is None or self.job.done
+        is_compared = self.comparison is None or self.comparison.job.done
+        return is_compared and (self.job is None or self.job.done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,9 @@ class PoolCopies:
             earlier layers.
         host: memory of the cache.
         engine: copies between the device and ``host``.
+
+    Attributes:
+        comparer: compares audited blocks; None if nothing is audited.
     """
 
     def __init__(
@@ -132,10 +139,21 @@ class PoolCopies:
         self._pool = pool
         self._ends = ends
         self._engine = engine
+        self.comparer: Comparer | None = None
 
     # -- from the device --------------------------------------------------------------------------
 
-    def store(self, keys: Sequence[bytes], depths: Sequence[int], pages: Sequence[int]) -> Store:
+    def compare_with(self, layers: Layers | None, device: Device) -> None:
+        """Be ready to compare blocks. layers: of the pool."""
+        self.comparer = Comparer(self._pool, device, [layers])
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        depths: Sequence[int],
+        pages: Sequence[int],
+        audited: Sequence[bytes] = (),
+    ) -> Store:
         """Begin to copy the blocks that are not in host memory, as many as there is room for.
 
         The pages must not change until the store is done.
@@ -144,17 +162,36 @@ class PoolCopies:
             keys: the blocks, in prompt order.
             depths: position of each block in its prompt.
             pages: page of each block on the device.
+            audited: those of the blocks to compare, if they are in host memory.
         """
         reserved = self._cache.reserve(keys)
         if reserved is None:
             num = min(len(keys), self._cache.ladder.num_available(HOST))
             reserved = self._cache.reserve(keys[:num])
-        if reserved is None or not reserved.keys:
+        new = () if reserved is None else reserved.keys
+        states = self._cache.locate_all(audited)
+        memory = BlockState.MEMORY
+        found = [key for key, at in zip(audited, states, strict=True) if at is memory]
+        if not new and not found:
             return Store(keys, depths, (), None)
         page_of = dict(zip(keys, pages, strict=True))
-        at = GroupPages([page_of[key] for key in reserved.keys], reserved.slots, 0)
-        batch = self._pool.stage([at], self._host.memory, Direction.STORE, self._host.seams)
-        return Store(keys, depths, reserved.keys, self._engine.submit([batch], Direction.STORE))
+        batches, comparison = [], None
+        if reserved is not None and new:
+            at = GroupPages([page_of[key] for key in new], reserved.slots, 0)
+            host = self._host
+            batches.append(self._pool.stage([at], host.memory, Direction.STORE, host.seams))
+        if found and self.comparer is not None:
+            slots = self._cache.hold(found).slots
+            blocks = [
+                [GroupPages([page_of[key]], [slot], 0)]
+                for key, slot in zip(found, slots, strict=True)
+            ]
+            comparison = self.comparer.begin(blocks, found, self._host.memory)
+            batches += comparison.batches
+        job = self._engine.submit(batches, Direction.STORE)
+        if comparison is not None and self.comparer is not None:
+            self.comparer.compare(comparison, job)
+        return Store(keys, depths, new, job, comparison)
 
     def end_store(self, store: Store) -> bool:
         """End a store that is done. Return whether all its blocks are in host memory or storage."""
@@ -167,6 +204,8 @@ class PoolCopies:
             self._cache.commit(mine, [depths[key] for key in mine])
         else:
             self._cache.abort(store.new)
+        if store.comparison is not None:
+            self._cache.release(store.comparison.keys)
         self._cache.adopt(store.asked)
         self._cache.touch(store.asked)
         there = (BlockState.MEMORY, BlockState.STORAGE)

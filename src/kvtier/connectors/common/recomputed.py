@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cache.audit import Distances, host_distances
+from kvtier.cache.audit import (
+    MIN_LEARNED,
+    AuditedPiece,
+    Auditor,
+    AuditOutcome,
+    Distances,
+    host_distances,
+)
 from kvtier.cache.transfer import Job
 from kvtier.cache.transfer.lane import Lane
 from kvtier.cache.transfer.ranks import Compared
@@ -30,6 +37,8 @@ from kvtier.tiers import HostTier
 MAX_BLOCKS = 8
 """Blocks that are compared per hit, and slots for them."""
 
+KINDS = {"float8_e4m3fn": DType.FLOAT8, **{kind.value: kind for kind in DType}}
+del KINDS["uint8"], KINDS["float8"]
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -76,11 +85,13 @@ class Comparison:
     """Comparison of some blocks, once they have been copied to scratch slots.
 
     Attributes:
+        keys: the blocks that are held for it.
         batches: copies of the recomputed blocks to scratch slots.
         results: by key, once ``job`` is done.
         job: the comparison, which never fails a copy.
     """
 
+    keys: Sequence[bytes]
     batches: list[CopyBatch]
     pairs: list[_Pair]
     results: dict[bytes, Compared] = field(default_factory=dict)
@@ -124,7 +135,7 @@ class Comparer:
             pairs.append(_Pair(key, group, scratch, (memory, slot * self._pool.slot_bytes)))
             moved = [replace(each, slots=[scratch] * len(each.slots)) for each in groups]
             batches.append(self._pool.stage(moved, host.memory, Direction.STORE, host.seams))
-        return Comparison(batches, pairs)
+        return Comparison(keys, batches, pairs)
 
     def compare(self, comparison: Comparison, copy: Job) -> None:
         """Compare once the blocks were copied to their scratch slots, by ``copy``."""
@@ -158,6 +169,42 @@ class Comparer:
         if is_over:
             self._scratch.close()
         return is_over
+
+
+class BlockJudge:
+    """Judges comparisons of an engine whose hits are computed in other pieces than misses.
+
+    Attributes:
+        auditor: chooses hits, and judges differences.
+        known: blocks of the last audit: there is an earlier computation of them.
+    """
+
+    def __init__(self, auditor: Auditor, is_exact: bool = False) -> None:
+        self.auditor = auditor
+        self.known: Collection[bytes] = ()
+        self._is_exact = is_exact
+        self._num_learned = 0
+
+    @property
+    def learns(self) -> bool:
+        """Whether a prompt that was audited is to be audited again, to learn the tolerance."""
+        return not self._is_exact and self._num_learned < MIN_LEARNED and bool(self.known)
+
+    def judge(
+        self, keys: Sequence[bytes], compared: Mapping[bytes, Compared], piece: AuditedPiece
+    ) -> AuditOutcome:
+        """Return the outcome for neighbouring blocks. piece: without the tolerance."""
+        if len(compared) < len(keys):
+            self.auditor.skip(piece.tier)
+            return AuditOutcome.SKIPPED
+        self.known = keys
+        apart = max(each.apart for each in compared.values())
+        if apart:  # equal bits do not show how far apart others may be
+            self.auditor.tolerance.learn(apart)
+            self._num_learned += 1
+        distances = np.concatenate([compared[key].distances for key in keys], axis=2)
+        tolerance = 0.0 if self._is_exact else self.auditor.tolerance.value
+        return self.auditor.judge(distances, replace(piece, tolerance=tolerance))
 
 
 def _distances(fresh: Bytes, stored: Bytes, layers: Layers) -> Distances:

@@ -28,6 +28,7 @@ from kvtier.cache.transfer import TransferEngine
 from kvtier.connectors.common.opening import open_disk, open_store
 from kvtier.connectors.common.pool_copies import PoolCopies, Store, open_cache
 from kvtier.connectors.sglang.linker import scheduler_hooks
+from kvtier.connectors.sglang.linker.audits import LinkerAudits
 from kvtier.connectors.sglang.linker.loading import Loading, PoolTiers
 from kvtier.connectors.sglang.linker.promotion import PromptPromotion, WaitingPrompt
 from kvtier.connectors.sglang.shared import new_weights, prefill
@@ -71,9 +72,13 @@ MAX_DEPTHS = 1 << 16
 
 @dataclass(slots=True)
 class Offload:
-    """Store of a node's pages to host memory, by pool. is_whole: whether every pool's began."""
+    """Store of a node's pages to host memory, by pool. is_whole: whether every pool's began.
+
+    audited: pages of the KV pool that are compared.
+    """
 
     stores: list[tuple[PoolTiers, Store]] = field(default_factory=list)
+    audited: Sequence[bytes] = ()
     is_whole: bool = False
 
     @property
@@ -109,7 +114,16 @@ class KvtierLinker(UnifiedCacheLinker):
         self._engine = self._start_engine(pools)
         self._linked = self._link(pools)
         self.pools = {PoolName(name): linked.pool for name, linked in self._linked.items()}
-        self._loading = Loading(self._linked, self._page_size, self._after_forward)
+        self._audits = LinkerAudits(
+            settings.audit,
+            self._linked[KV],
+            self._device,
+            self._page_size,
+            lambda: self._names.digest,
+        )
+        self._loading = Loading(
+            self._linked, self._page_size, self._after_forward, self._audits.keyed
+        )
         self.layer_done_counter = self._loading
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
@@ -233,9 +247,11 @@ class KvtierLinker(UnifiedCacheLinker):
         needs = _needs(transfers)
         if needs is None or needs.keys() != self._linked.keys():
             return []
-        keys = page_keys(next(pool.keys for pool in transfers if pool.name == PoolName.KV))
+        self._audits.begin_look_up()
+        theirs = next(pool.keys for pool in transfers if pool.name == PoolName.KV)
+        keys = self._audits.keyed(page_keys(theirs))
         self.asking.look_up(keys)
-        if not self._settings.mode.loads:
+        if not self._settings.mode.loads or self._audits.is_closed:
             self._remember(keys, prompt.num_cached // self._page_size)
             return []
         found = {
@@ -245,6 +261,8 @@ class KvtierLinker(UnifiedCacheLinker):
         places = {name: lookup.states for name, lookup in found.items()}
         answers = [answer for lookup in found.values() for answer in lookup.answers]
         cuts = self._promotion.cuts(rid, prompt, keys, places, needs, answers)
+        limit = self._audits.limit(rid, prompt.num_cached, keys, cuts[-1] if cuts else 0)
+        cuts = [cut for cut in cuts if cut <= limit]
         num_there = cuts[-1] if cuts else 0
         self._remember(keys[num_there:], prompt.num_cached // self._page_size + num_there)
         self._loading.promise(keys[:num_there], places)
@@ -293,18 +311,22 @@ class KvtierLinker(UnifiedCacheLinker):
         if not (wanted := _with_pages(transfers)):
             return False
         self._offloads.append(offload := Offload())
-        if not self._settings.mode.stores:
+        if not self._settings.mode.stores or self._audits.is_closed:
             return True  # it ends as one for whose pages there was no room
         try:
             with self._after_forward():
                 depths: dict[bytes, int] = {}
                 for transfer in wanted:
-                    linked, keys = self._linked[transfer.name.value], page_keys(transfer.keys)
+                    linked = self._linked[transfer.name.value]
+                    keys = self._audits.keyed(page_keys(transfer.keys))
+                    audited = self._audits.audited(keys) if linked.pool.name == KV else ()
+                    offload.audited = offload.audited or audited
                     if not depths:
                         self.asking.store(keys, self._depths)
                         depths = dict(zip(keys, self._depths_of(keys), strict=True))
                     pages = linked.pool.pages(transfer.device_indices)
-                    store = linked.copies.store(keys, [depths[key] for key in keys], pages)
+                    at = [depths[key] for key in keys]
+                    store = linked.copies.store(keys, at, pages, audited)
                     offload.stores.append((linked, store))
             offload.is_whole = True
         except Exception:
@@ -337,6 +359,9 @@ class KvtierLinker(UnifiedCacheLinker):
     def pop_completed_offload(self) -> bool:
         offload = self._offloads.popleft()
         stored = [linked.copies.end_store(store) for linked, store in offload.stores]
+        for linked, store in offload.stores:
+            if linked.pool.name == KV:
+                self._audits.end(offload.audited, store)
         return offload.is_whole and all(stored)
 
     # -- upkeep ------------------------------------------------------------------------------------
@@ -354,6 +379,7 @@ class KvtierLinker(UnifiedCacheLinker):
         for offload in self._offloads:
             offload.is_whole = False
         self._loading.forget_promised()
+        self._audits.reset()
         for linked in self._linked.values():
             linked.cache.clear()
         self._names.forget()
@@ -364,8 +390,9 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def _wait_for_copies(self) -> None:
         """Wait for copies from and to the device."""
-        stores = (store.job for offload in self._offloads for _, store in offload.stores)
-        for job in (*self._loading.jobs(), *stores):
+        stores = [store for offload in self._offloads for _, store in offload.stores]
+        compared = [store.comparison.job for store in stores if store.comparison is not None]
+        for job in (*self._loading.jobs(), *(store.job for store in stores), *compared):
             if job is not None:
                 job.wait()
 
@@ -388,7 +415,7 @@ class KvtierLinker(UnifiedCacheLinker):
         self._recording.close()
         self._hints.close()
         self._names.close()
-        is_over = self._engine.close(DRAIN_S)
+        is_over = self._engine.close(DRAIN_S) and self._audits.close(DRAIN_S)
         for linked in self._linked.values():
             is_over &= linked.cache.close()
         if is_over:

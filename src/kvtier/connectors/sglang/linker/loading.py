@@ -96,6 +96,7 @@ class Loading:
         page_size: tokens per page.
         after_forward: context in which submitted copies start after the work queued on the
             forward's stream.
+        keyed: return pages under the present name of their namespace.
     """
 
     def __init__(
@@ -103,10 +104,12 @@ class Loading:
         linked: Mapping[str, PoolTiers],
         page_size: int,
         after_forward: Callable[[], AbstractContextManager[None]],
+        keyed: Callable[[list[bytes]], list[bytes]] = lambda keys: keys,
     ) -> None:
         self._linked = linked
         self._page_size = page_size
         self._after_forward = after_forward
+        self._keyed = keyed
         self._account = linked[KV].cache.costs
         self._num_cached = 0  # tokens on the device of the prompt that was looked up last
         self._promised: dict[str, Sequence[bytes]] = {}  # by pool
@@ -168,7 +171,7 @@ class Loading:
         self._release()
 
     def _hold(self, transfer: PoolTransfer) -> LoadPart:
-        linked, keys = self._linked[transfer.name.value], page_keys(transfer.keys)
+        linked, keys = self._linked[transfer.name.value], self._keyed(page_keys(transfer.keys))
         pages = linked.pool.pages(transfer.device_indices)
         places = linked.cache.lookup(keys).states
         if any(place is not BlockState.MEMORY for place in places):

@@ -11,9 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvtier.connectors.common.paged_pool import PagedPool, PoolShare
+from kvtier.connectors.common.recomputed import KINDS, TokenPlaces
 from kvtier.connectors.sglang.shared.ranks import KV, SWA
 from kvtier.core.errors import ConfigError
 
@@ -108,6 +110,23 @@ class DevicePool:
             first.device.type,
             [buffer.rows for buffer in self.buffers],
         )
+
+    def tokens(self) -> list[list[TokenPlaces]] | None:
+        """Return where the numbers of each token lie in a slot, by layer; None if not known."""
+        layers: dict[int, list[TokenPlaces]] = {}
+        before = 0
+        for buffer in self.buffers:
+            kind = KINDS.get(str(buffer.rows.dtype).removeprefix("torch."))
+            if kind is None or buffer.page_rows != self.page_size:
+                return None
+            num_bytes = buffer.share.nbytes
+            places = np.arange(num_bytes // kind.itemsize, dtype=np.int32)
+            tokens = TokenPlaces(
+                kind, before // kind.itemsize, places.reshape(1, self.page_size, -1)
+            )
+            layers.setdefault(buffer.layer, []).append(tokens)
+            before += num_bytes
+        return [*layers.values()]
 
     def pages(self, indices: torch.Tensor) -> list[int]:
         """Return the page numbers of SGLang's indices, which must be whole pages.

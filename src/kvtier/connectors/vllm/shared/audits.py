@@ -13,12 +13,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from kvtier.cache.audit import MIN_LEARNED, AuditedPiece, Auditor, AuditOutcome, ComputedBlocks
+from kvtier.cache.audit import AuditedPiece, Auditor, AuditOutcome, ComputedBlocks
 from kvtier.cache.block_cache import BlockCache, BlockState, Held
 from kvtier.cache.transfer.ranks import Compared
-from kvtier.connectors.common.recomputed import MAX_BLOCKS
+from kvtier.connectors.common.recomputed import MAX_BLOCKS, BlockJudge
 from kvtier.connectors.vllm.shared.adapters import RekeyedRequest
 from kvtier.connectors.vllm.shared.key_scope import KeyScope
 from kvtier.connectors.vllm.shared.names import VllmNames
@@ -82,11 +80,9 @@ class HitAudits:
         self._names = names
         self._shape = shape
         self._has_storage = has_storage
-        self._is_exact = is_exact
+        self._judge = BlockJudge(self.auditor, is_exact)
         self._requests = requests
         self._current: RequestState | None = None
-        self._num_learned = 0
-        self._known: Collection[bytes] = ()  # the ranks have an earlier computation of these
 
     @property
     def _namespace(self) -> bytes:
@@ -118,12 +114,12 @@ class HitAudits:
             return False
         state.may_audit = False
         is_chosen = num > 0 and self.auditor.chooses()
-        learns = not self._is_exact and self._num_learned < MIN_LEARNED and self._known
+        learns = self._judge.learns
         if not (is_chosen or learns or state.declined):
             return False
         ends = state.ends()
         hit = self._ready(state, (key for key, end in ends.items() if first < end <= first + num))
-        known = [key for key in hit if key in self._known] if learns else []
+        known = [key for key in hit if key in self._judge.known] if learns else []
         cuts = is_chosen or bool(known)
         keys = hit if cuts else self._ready(state, (key for key in ends if key in state.declined))
         if not keys or self._current is not None or is_busy or not self._namespace:
@@ -217,26 +213,17 @@ class HitAudits:
         if audit is None or audit.due or audit.held:
             return
         state.audit = self._current = None
-        found = list(audit.compared.values())
-        if len(found) < len(audit.keys):
-            self.auditor.skip(audit.tier)
-            return
-        self._known = audit.keys
-        apart = max(each.apart for each in found)
-        if apart:  # equal bits do not show how far apart others may be
-            self.auditor.tolerance.learn(apart)
-            self._num_learned += 1
-        distances = np.concatenate([audit.compared[key].distances for key in audit.keys], axis=2)
         age_s = self._cache.age_s(audit.keys[0])
         piece = AuditedPiece(
             audit.tier,
             self.auditor.quarantine.names(self._namespace)[-1],
             audit.first,
-            0.0 if self._is_exact else self.auditor.tolerance.value,
+            0.0,
             "another process, or this one long ago" if age_s is None else "this process",
             age_s,
             self._names.facts.pp_size == 1,
         )
-        if self.auditor.judge(distances, piece) is AuditOutcome.DIFFERENT:
+        outcome = self._judge.judge(audit.keys, audit.compared, piece)
+        if outcome is AuditOutcome.DIFFERENT:
             for other in self._requests.values():
                 other.limit = 0  # their keys are of the name that is in quarantine now

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvtier.connectors.common.paged_pool import PagedPool, PoolShare
-from kvtier.connectors.common.recomputed import TokenPlaces
+from kvtier.connectors.common.recomputed import KINDS, TokenPlaces
 from kvtier.connectors.vllm.shared.names import EngineFacts
 from kvtier.core.errors import LayoutError
 from kvtier.devices import Memory
@@ -29,12 +29,6 @@ from kvtier.layout import DType
 
 Cache = torch.Tensor | Sequence[torch.Tensor]
 """KV of one layer, as an engine registers it."""
-KINDS = {
-    torch.float32: DType.FLOAT32,
-    torch.float16: DType.FLOAT16,
-    torch.bfloat16: DType.BFLOAT16,
-    torch.float8_e4m3fn: DType.FLOAT8,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +172,7 @@ def _token_places(
     others = [at for at in range(part.ndim) if at not in (axis, *apart)]
     tokens = next((at for at in others[:-1] if part.size(at) * num_rows == num_tokens), None)
     is_fp8 = part.dtype is torch.uint8 and facts.dtype in ("fp8", "fp8_e4m3")
-    kind = DType.FLOAT8 if is_fp8 else KINDS.get(part.dtype)
+    kind = DType.FLOAT8 if is_fp8 else KINDS.get(str(part.dtype).removeprefix("torch."))
     if kind is None or tokens is None:
         return None
     others.remove(tokens)
