@@ -58,6 +58,10 @@ CAP = 0.25
 FACTOR = 4.0
 MIN_LEARNED = 8
 
+ELSEWHERE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+"""Tolerance for KV computed in the same shapes, perhaps by another process, by dtype: its processor
+or its number of threads may round otherwise."""
+
 Distances = npt.NDArray[np.float32]
 """Distances of cached KV from recomputed KV: [num_layers, num_parts, num_tokens]."""
 

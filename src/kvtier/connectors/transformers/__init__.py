@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvtier.core.config import CacheConfig, parse_size
+from kvtier.core.config import CacheConfig, check_share, parse_size
 from kvtier.core.errors import ConfigError, UsageError, install_command
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def attach(
     chunk_tokens: int = CHUNK_TOKENS,
     keep_generated: bool = True,
     salt: str = "",
+    audit: float = 0.0,
     settings: CacheConfig | None = None,
 ) -> Attached:
     """Make every use of a transformers model reuse the KV of prompts that begin alike.
@@ -59,6 +60,9 @@ def attach(
             prompts only. Models with recurrent layers do it every 4,096 tokens, since it takes a
             snapshot of their state.
         salt: prompts share KV only under equal salts.
+        audit: share of prompts with restored KV of which one chunk is computed again first, and
+            compared. After a difference all of the prompt is computed, and KV that was kept before
+            is not used any more.
         settings: all other settings; those above are set in it.
 
     Returns:
@@ -98,5 +102,6 @@ def attach(
         disk_capacity=disk_capacity,
         storage=tuple(storage),
     )
+    check_share(audit)
     capacity_bytes = parse_size(host_capacity, "host_capacity")
-    return Attached(model, config, capacity_bytes, chunk_tokens, keep_generated, salt)
+    return Attached(model, config, capacity_bytes, chunk_tokens, keep_generated, salt, audit)

@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import kvtier
+from kvtier.cache.audit import Auditor
 from kvtier.cache.shared import SharedCache
 from kvtier.cache.states import SNAPSHOT_TOKENS
 from kvtier.connectors.transformers.cache_layers import (
@@ -50,6 +51,7 @@ class AttachedStats:
         reused_tokens: tokens of prompts whose KV was restored, by tier: "host", "disk", ...
         num_kept_tokens: generated tokens whose KV was kept.
         num_without_room: prompts that were computed without the cache, for want of room.
+        audits: prompts with restored KV that were audited, by outcome.
         passed: calls into an empty cache that were passed through, by reason.
         weights: "read", "unknown" (only this process finds its KV), or "being read"; as of the
             last prompt.
@@ -63,6 +65,7 @@ class AttachedStats:
     reused_tokens: Mapping[str, int] = field(default_factory=dict)
     num_kept_tokens: int = 0
     num_without_room: int = 0
+    audits: Mapping[str, int] = field(default_factory=dict)
     passed: Mapping[str, int] = field(default_factory=dict)
     weights: str = ""
     bytes_per_token: int = 0
@@ -137,6 +140,7 @@ class Attached:
         chunk_tokens: int,
         keep_generated: bool,
         salt: str,
+        audit: float,
     ) -> None:
         self.model = model
         self.chunk_tokens = chunk_tokens
@@ -171,7 +175,10 @@ class Attached:
         self._keep_tokens = chunk_tokens  # each time, a snapshot is made, too
         if self._layers.states:
             self._keep_tokens *= max(1, SNAPSHOT_TOKENS // chunk_tokens)
-        self._grid = ChunkGrid(self._inner, self._reader.takes_positions, self._layers, memory)
+        self._auditor = Auditor(audit, memory.cache.call(lambda cache: cache.metrics))
+        self._grid = ChunkGrid(
+            self._inner, self._reader.takes_positions, self._layers, memory, self._auditor
+        )
         self._weights = WeightsInMemory(model, self._inner)
         model.forward = _Forward(self, self._inner)
         # A model that is not needed any more ends its cache. Not in this thread: it may be any.
@@ -190,6 +197,7 @@ class Attached:
             stats = AttachedStats(
                 reused_tokens=dict(self._reuse.tiers),
                 num_without_room=self._reuse.num_without_room,
+                audits=dict(self._reuse.audits),
                 passed=dict(self._passed),
                 weights=self._weights.basis,
                 bytes_per_token=self._layers.group.bytes_per_block // self.chunk_tokens,
@@ -277,15 +285,18 @@ class Attached:
             self._reuse.add(reuse)
         return output
 
-    def _namespace(self, identity: Identity) -> bytes:
-        """Return the digest of all that decides on the bits of KV, besides tokens."""
+    def _namespace(self, identity: Identity) -> bytes | None:
+        """Return the digest of all that decides on the bits of KV, besides tokens.
+
+        None if audits have found that KV kept by this process is wrong.
+        """
         if identity != self._named:
             assert self._cache is not None
             # Nobody could find the blocks of weights that only this process knows.
             is_known = identity.basis is not Basis.UNKNOWN
             self._cache.call(lambda cache: cache.let_archive(is_known))
             self._named = identity
-        return Namespace(
+        namespace = Namespace(
             identity.digest,
             _made_by(self.model),
             str(self.model.dtype),
@@ -293,6 +304,8 @@ class Attached:
             self.chunk_tokens,
             salt=self._salt,
         ).digest
+        name = self._auditor.quarantine.names(namespace)[-1]
+        return None if self._auditor.quarantine.is_closed(name) else name
 
     # -- generated tokens --------------------------------------------------------------------------
 
@@ -335,9 +348,12 @@ class Attached:
         identity = self._weights.current()
         if not isinstance(identity, Identity):
             return
+        namespace = self._namespace(identity)
+        if namespace is None:
+            return
         tokens = sequence.read()[:num_tokens]
         try:
-            num_new = self._grid.keep(tokens, self._namespace(identity), device)
+            num_new = self._grid.keep(tokens, namespace, device)
         except (CacheError, RuntimeError) as error:  # torch: no memory, for instance
             logger.warning("generated tokens are not kept: %s", error)
             return

@@ -319,15 +319,15 @@ class CacheLayers:
                 joined = joined[:, -piece.window :].contiguous()
             self._put(cache, piece, joined[None], num_tokens)
 
-    def distances(
-        self, blocks: torch.Tensor, found: Sequence[int], recomputed: Sequence[int]
-    ) -> Distances:
-        """Return the distances of the KV in some blocks from that in others, layer by layer."""
-        places = [torch.tensor(slots, device=blocks.device) for slots in (found, recomputed)]
+    def distances(self, found: torch.Tensor, recomputed: torch.Tensor) -> Distances:
+        """Return the distances of the KV in some blocks from that in others, layer by layer.
+
+        found, recomputed: uint8 [num_blocks, bytes_per_block].
+        """
 
         def of_piece(piece: Piece) -> list[float]:
-            rows = (self._view(piece, blocks).index_select(0, at) for at in places)
-            return device_distances(*(part.transpose(1, 2).flatten(0, 1) for part in rows))
+            views = (self._view(piece, blocks) for blocks in (found, recomputed))
+            return device_distances(*(part.transpose(1, 2).flatten(0, 1) for part in views))
 
         by_layer = groupby(self.pieces, lambda piece: piece.layer)
         return stacked(map(of_piece, pieces) for _, pieces in by_layer)

@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvtier.cache.audit import ELSEWHERE, AuditedPiece, Auditor, AuditOutcome
 from kvtier.cache.lease import Lease
 from kvtier.cache.shared import Prompt, open_cache
 from kvtier.connectors.transformers.cache_layers import CACHE_FIELD, CacheLayers, cache_argument
@@ -42,6 +43,9 @@ class BlockMemory:
         capacity_bytes: bytes of all blocks.
         settings: settings of the storage below.
 
+    Attributes:
+        has_storage: whether another process may have stored what is found.
+
     Raises:
         ConfigError: that is not possible.
     """
@@ -66,6 +70,7 @@ class BlockMemory:
         self._map = pages.anonymous(self.num_blocks * bytes_per_block)
         held = np.frombuffer(self._map, np.uint8)
         self.blocks = torch.from_numpy(held).view(self.num_blocks, bytes_per_block)
+        self.has_storage = bool(settings.disk_path or settings.locations)
         self.cache = open_cache(
             held,
             "",  # the weights may change: each prompt has a namespace of its own
@@ -83,15 +88,18 @@ class TokenSources:
     Attributes:
         tiers: tokens by the tier that they were restored from.
         num_without_room: prompts that were computed without the cache: it had no room for them.
+        audits: audited prompts by outcome.
     """
 
     tiers: Counter[str] = field(default_factory=Counter)
     num_without_room: int = 0
+    audits: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: TokenSources) -> None:
         """Add the counts of another."""
         self.tiers += other.tiers
         self.num_without_room += other.num_without_room
+        self.audits += other.audits
 
 
 Forward = Callable[..., CausalLMOutputWithPast]
@@ -108,16 +116,25 @@ class ChunkGrid:
         takes_positions: whether it has an argument ``position_ids``.
         layers: its cache layers.
         memory: blocks of its chunks, and of snapshots of its state.
+        auditor: chooses restored prompts to audit.
     """
 
     def __init__(
-        self, forward: Forward, takes_positions: bool, layers: CacheLayers, memory: BlockMemory
+        self,
+        forward: Forward,
+        takes_positions: bool,
+        layers: CacheLayers,
+        memory: BlockMemory,
+        auditor: Auditor,
     ) -> None:
+        self._auditor = auditor
         self._forward = forward
         self._takes_positions = takes_positions
         self._cache_name = cache_argument(forward)
         self._layers = layers
         self._memory = memory
+        dtype = str(layers.pieces[0].dtype).removeprefix("torch.")
+        self._tolerance = ELSEWHERE.get(dtype, 0.0) if memory.has_storage else 0.0
 
     def prefill(
         self, prompts: PromptBatch, namespace: bytes | None, reuse: TokenSources
@@ -179,6 +196,14 @@ class ChunkGrid:
                 num_reused = 0  # the state is that of the whole prefix
         num_done = 0
         try:
+            if lease is not None and num_reused and self._auditor.chooses():
+                try:
+                    outcome = self._audit(tokens, lease, num_reused, device)
+                    reuse.audits[outcome] += 1
+                    if outcome is AuditOutcome.DIFFERENT:
+                        num_reused = 0
+                except (CacheError, RuntimeError) as error:  # torch: no memory, for instance
+                    logger.warning("a prompt is not audited: %s", error)
             if lease is not None and num_reused:
                 blocks = self._memory.blocks
                 self._layers.restore(cache, blocks, lease.slots[:num_reused])
@@ -191,6 +216,29 @@ class ChunkGrid:
             if lease is not None:
                 self._finish(lease, num_done)
         return output
+
+    def _audit(
+        self, tokens: list[int], lease: Lease, num_reused: int, device: torch.device
+    ) -> AuditOutcome:
+        """Compute one of the lease's first ``num_reused`` chunks again, and compare it.
+
+        Of models with recurrent layers the first one: it needs no state.
+        """
+        size, blocks = self._layers.block_tokens, self._memory.blocks
+        at = 0 if self._layers.states else self._auditor.piece(num_reused)
+        cache, end = self._layers.new_cache(), (at + 1) * size
+        assert lease.decision is not None, "it found something"
+        tier = lease.decision.match.tiers[at]
+        tier = HOST if tier == DEVICE else tier
+        with torch.no_grad():
+            if at:
+                self._layers.restore(cache, blocks, lease.slots[:at])
+            self._run(torch.tensor([tokens[:end]], device=device), at * size, cache, None, 1)
+            made = torch.zeros_like(blocks[:1])
+            self._layers.save(cache, end, made, [0])
+            distances = self._layers.distances(blocks[lease.slots[at]][None], made)
+        piece = AuditedPiece(tier, lease.namespace, at * size, self._tolerance)
+        return self._memory.cache.call(lambda _: self._auditor.judge(distances, piece))
 
     def _fetch(
         self, tokens: list[int], num_tokens: int, namespace: bytes, reuse: TokenSources

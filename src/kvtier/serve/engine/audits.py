@@ -16,6 +16,7 @@ from functools import partial
 
 from kvtier.cache.audit import (
     CAP,
+    ELSEWHERE,
     AuditedPiece,
     Auditor,
     AuditOutcome,
@@ -35,10 +36,6 @@ logger = logging.getLogger(__name__)
 
 NEAR = 16
 """Last chunks of a hit among which an audit looks for states on the device."""
-
-ELSEWHERE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
-"""Tolerance for KV that another process may have stored: its processor or its number of threads may
-round otherwise. By dtype, as in the self-check (``TOLERANCES``)."""
 
 
 class Audits:
@@ -134,10 +131,13 @@ class Audits:
         """Compare blocks that were on the device with what a request has computed of them, too.
 
         For instance a prompt of whole chunks is repeated: its last token is always computed. Such
-        audits cost no forward, so all of them take place.
+        audits cost no forward, but time before the first token: the share of hits applies to them,
+        too.
 
         blocks: those behind the lease's prefix, in the slots ``found``.
         """
+        if not self._auditor.chooses():
+            return
         pairs = zip(found, recomputed, strict=False)
         twins = [at for at, (ours, theirs) in enumerate(pairs) if ours != theirs]
         first, end = twins[0], twins[-1] + 1

@@ -194,7 +194,7 @@ class LayerRunner(Runner):
         return self.distances(lease.slots[first : first + len(scratch)], scratch)
 
     def distances(self, found: Sequence[Slot], recomputed: Sequence[Slot]) -> Distances:
-        return self._layers.distances(self._blocks, found, recomputed)
+        return self._layers.distances(self._blocks[[*found]], self._blocks[[*recomputed]])
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[int], spans: Sequence[Span]) -> torch.Tensor:

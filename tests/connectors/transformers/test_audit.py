@@ -1,0 +1,111 @@
+"""Audits of an attached model: restored KV is compared with what the model computes now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvtier
+from kvtier.connectors.transformers.attached import Attached
+from kvtier.core.errors import ConfigError
+from tests.connectors.transformers.models import (
+    CHUNK,
+    answer,
+    are_equal,
+    on_grid,
+    prompt,
+    small_model,
+)
+
+pytestmark = pytest.mark.engine
+
+
+def attached(model: Any, **changes: Any) -> Attached:
+    """Attach with room for 64 chunks, and audit every restored prompt."""
+    settings: dict[str, Any] = {"host_capacity": "1MiB", "chunk_tokens": CHUNK, "audit": 1.0}
+    return kvtier.attach(model, **settings | changes)
+
+
+def always(cache: Attached, piece: int) -> None:
+    """Audit this chunk of each restored prompt."""
+    auditor: Any = cache._auditor
+    auditor.piece = lambda num_pieces: piece
+
+
+def spoil(cache: Attached) -> None:
+    """Change the last byte but a few of every block: a value of the last layer."""
+    blocks = cache._grid._memory.blocks
+    used = blocks.bool().any(dim=1)
+    piece = cache._layers.pieces[-1]
+    blocks[used, piece.offset + piece.num_bytes - 1] ^= 0x40
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_restored_prompts_are_equal_from_memory_and_from_disk(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = small_model().to(dtype)
+    ids = [prompt(seed, 90 + seed, shared=50) for seed in range(5)]
+    expected = [on_grid(model, each) for each in ids]
+    for source in ("host", "disk"):
+        with attached(model, disk_path=str(tmp_path), disk_capacity="16MiB") as cache:
+            found = [answer(model, each) for each in ids * 2]
+            assert cache.flush()
+            stats = cache.stats()
+        assert all(map(are_equal, found, expected * 2))
+        assert stats.audits == {"equal": 9 if source == "host" else 10}
+        assert source in stats.reused_tokens
+
+
+def test_after_a_difference_the_prompt_is_computed_and_kept_anew() -> None:
+    model, ids = small_model(), prompt(0, 90)
+    expected = on_grid(model, ids)
+    with attached(model) as cache:
+        answer(model, ids)
+        spoil(cache)
+        always(cache, 0)
+        assert are_equal(answer(model, ids), expected), "no wrong answer"
+        assert (cache.stats().audits, cache.stats().reused_tokens) == ({"different": 1}, {})
+        for num in range(2):
+            assert are_equal(answer(model, ids), expected)
+            equal = {"equal": num} if num else {}
+            assert cache.stats().audits == {"different": 1} | equal
+        spoil(cache)
+        assert are_equal(answer(model, ids), expected)
+        reused = cache.stats().num_reused_tokens
+        for _ in range(2):
+            assert are_equal(answer(model, ids), expected)
+        assert cache.stats().num_reused_tokens == reused, "nothing is used any more"
+
+
+def test_without_audits_wrong_kv_is_used() -> None:
+    """Negative control of the test above."""
+    model, ids = small_model(), prompt(0, 90)
+    expected = on_grid(model, ids)
+    with attached(model, audit=0.0) as cache:
+        answer(model, ids)
+        spoil(cache)
+        assert not are_equal(answer(model, ids), expected)
+        assert cache.stats().audits == {}
+
+
+def test_a_failed_audit_fails_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = small_model(), prompt(0, 90)
+    expected = on_grid(model, ids)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with attached(model) as cache:
+        answer(model, ids)
+        monkeypatch.setattr(cache._grid, "_audit", fail)
+        assert are_equal(answer(model, ids), expected)
+        assert cache.stats().num_reused_tokens > 0
+
+
+def test_no_share_is_refused() -> None:
+    with pytest.raises(ConfigError, match="audit: 2 is no share of hits"):
+        attached(small_model(), audit=2)
