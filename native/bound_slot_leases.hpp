@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bind.hpp"
+#include "bound_free_slots.hpp"
 #include "bound_values.hpp"
 #include "keys/slot_leases.hpp"
 #include "node/messages.hpp"
@@ -50,16 +51,19 @@ class SlotLeases {
         generations_("generations", arrays[2]),
         users_("users", arrays[3]),
         last_use_("last_use", arrays[4]),
+        are_reserved_("are_reserved", arrays[5]),
         num_leases_("num_leases", num_leases),
         is_reserved_("is_reserved", is_reserved),
+        index_(index),
+        column_(column),
         leases_(index, column,
                 {blocks_.items(), sources_.items(), generations_.items(), users_.items(),
-                 last_use_.items(), size_of(arrays[5]), size_of(arrays[6])},
+                 are_reserved_.items(), last_use_.items(), size_of(arrays[6]), size_of(arrays[7])},
                 num_leases_.items(), is_reserved_.items(), bit, keeps) {
     const std::size_t num = blocks_.items().size();
     if (sources_.items().size() != num || generations_.items().size() != num ||
         users_.items().size() != num || num_leases_.items().size() != num ||
-        is_reserved_.items().size() != num)
+        is_reserved_.items().size() != num || are_reserved_.items().size() != num)
       fail(PyExc_ValueError, "the arrays must have equal lengths");
   }
 
@@ -107,9 +111,7 @@ class SlotLeases {
                    double now) {
     to_time(now);
     const Buffer buffer(content);
-    if (!buffer.held()) fail(PyExc_TypeError, "content must be bytes");
-    const node::Bytes message{static_cast<const std::byte*>(buffer.view().buf),
-                              static_cast<std::size_t>(buffer.view().len)};
+    const node::Bytes message = message_in(buffer);
     if (const auto lookup = node::read_lookup(message))
       return lookup->room == room ? look_up(*lookup, key_bytes, is_alone, now) : nb::none();
     const auto notice = node::read_release(message);
@@ -120,11 +122,97 @@ class SlotLeases {
     return nb::make_tuple(nb::bytes("", 0), nb::bytes("", 0), numbers_of(ended_));
   }
 
+  // Serves a reservation of slots in a run of `free`, whose first slot is `first_slot`:
+  // (the frame of the answer, the new blocks, their slots, their generations as int64 bytes, the
+  // hashes that are 0 under `mask`, the blocks with them). None, and nothing has changed, for any
+  // other message, if no run is long enough, or if no block is new. With `has_overdue`, all blocks
+  // must be new.
+  nb::object serve_reserve(nb::handle content, std::uint64_t room, std::size_t key_bytes,
+                           FreeSlots& free, std::uint64_t first_slot, std::uint64_t mask,
+                           bool has_overdue, double now) {
+    to_time(now);
+    const Buffer buffer(content);
+    const auto asked = node::read_reserve(message_in(buffer));
+    if (!asked || asked->room != room || key_bytes == 0) return nb::none();
+    const std::size_t num = asked->keys.size() / key_bytes, num_slots = leases_.num_slots();
+    if (num > kMaxAtOnce || asked->keys.size() != num * key_bytes || first_slot > num_slots ||
+        free.core().num_slots() > num_slots - first_slot)
+      return nb::none();
+    read_keys(asked->keys, key_bytes, num);
+    missing_.clear();
+    ended_.clear();
+    checked([&] { index_.missing(keys_, column_, missing_, ended_); });
+    const std::size_t num_new = missing_.size();
+    if (num_new == 0 || free.core().longest_run() < num_new || (has_overdue && num_new < num))
+      return nb::none();
+    const node::Answer answer("ReserveAnswer", asked->id, {num, num, 8 * num_new, 8 * num_new},
+                              false);
+    nb::object frame = bytes_of(answer.num_bytes()), generations_given = bytes_of(8 * num_new);
+    const auto [are_new, are_known, slots, generations] = answer.write(data_of(frame));
+    std::memset(are_new, 0, num);
+    for (const std::uint32_t at : missing_) are_new[at] = std::byte{1};
+    for (std::size_t i = 0; i < num_new; ++i) keys_[i] = keys_[missing_[i]];
+    keys_.resize(num_new);
+    checked([&] {
+      slots_ = free.core().take(num_new);
+      for (trie::Slot& slot : slots_) slot += static_cast<trie::Slot>(first_slot);
+      leases_.reserve_new(keys_, slots_, now, ended_);
+    });
+    write_slots(slots, generations);
+    std::memcpy(data_of(generations_given), generations, 8 * num_new);
+    marks_.clear();
+    marked_.clear();
+    for (std::size_t i = 0; i < num_new; ++i)
+      if (const std::uint64_t hash = index_.hash(keys_[i]) & kMaxNumber; (hash & mask) == 0) {
+        marks_.push_back(hash);
+        marked_.push_back(ended_[i]);
+      }
+    std::memset(are_known, 0, num);
+    if (num_new < num) {
+      read_keys(asked->keys, key_bytes, num);
+      index_.find(keys_, rows_);
+      for (std::size_t i = 0; i < num; ++i)
+        are_known[i] = std::byte{are_new[i] == std::byte{0} &&
+                                 place_of(index_.state_at(rows_[i], column_)) != std::byte{0}};
+    }
+    return nb::make_tuple(frame, numbers_of(ended_), numbers_of(slots_), generations_given,
+                          numbers_of(marks_), numbers_of(marked_));
+  }
+
+  // Serves a commit of blocks: (the blocks, their slots, whether they go to storage). None, and
+  // nothing has changed, for any other message, and unless all slots are reserved, each once.
+  nb::object serve_commit(nb::handle content, std::uint64_t room) {
+    const Buffer buffer(content);
+    const auto notice = node::read_commit(message_in(buffer));
+    if (!notice || notice->room != room || notice->slots.size() != notice->depths.size() ||
+        notice->slots.size() % 8 != 0 || notice->slots.size() > 8 * kMaxAtOnce)
+      return nb::none();
+    for (const auto [from, to] : {std::pair{notice->slots, &named_}, {notice->depths, &which_}}) {
+      to->resize(from.size() / 8);
+      if (!from.empty()) std::memcpy(to->data(), from.data(), from.size());
+    }
+    for (const std::uint64_t depth : which_)
+      if (depth >> 32 != 0) return nb::none();
+    if (!checked([&] { return leases_.commit(named_, which_, ended_); })) return nb::none();
+    return nb::make_tuple(numbers_of(ended_), numbers_of(named_), notice->to_storage);
+  }
+
  private:
-  static constexpr std::size_t kMaxKeys = std::size_t{1} << 16;  // MAX_KEYS
+  static constexpr std::size_t kMaxKeys = std::size_t{1} << 16;    // MAX_KEYS
+  static constexpr std::size_t kMaxAtOnce = std::size_t{1} << 11;  // MAX_AT_ONCE
+
+  static node::Bytes message_in(const Buffer& buffer) {
+    if (!buffer.held()) fail(PyExc_TypeError, "content must be bytes");
+    return {static_cast<const std::byte*>(buffer.view().buf),
+            static_cast<std::size_t>(buffer.view().len)};
+  }
+  void read_keys(node::Bytes from, std::size_t key_bytes, std::size_t num) {
+    keys_.resize(num);
+    for (std::size_t i = 0; i < num; ++i) keys_[i] = {from.data() + i * key_bytes, key_bytes};
+  }
 
   static const nb::tuple& checked_size(const nb::tuple& arrays) {
-    if (arrays.size() != 7) fail(PyExc_ValueError, "7 arrays and sizes, not %zu", arrays.size());
+    if (arrays.size() != 8) fail(PyExc_ValueError, "8 arrays and sizes, not %zu", arrays.size());
     return arrays;
   }
   static std::uint64_t size_of(nb::handle value) {
@@ -143,13 +231,14 @@ class SlotLeases {
                      double now) {
     const std::size_t num = key_bytes == 0 ? 0 : asked.keys.size() / key_bytes;
     if (num == 0 || num > kMaxKeys || asked.keys.size() != num * key_bytes) return nb::none();
-    keys_.resize(num);
-    for (std::size_t i = 0; i < num; ++i) keys_[i] = {asked.keys.data() + i * key_bytes, key_bytes};
+    read_keys(asked.keys, key_bytes, num);
     checked([&] { leases_.lease_ready(keys_, now, !is_alone, states_, slots_); });
     if (!is_alone && slots_.size() < num) return nb::none();
-    const node::LookupAnswer answer(asked.id, num, slots_.size());
+    const node::Answer answer("LookupAnswer", asked.id,
+                              {num, 8 * slots_.size(), 8 * slots_.size(), num}, true);
     nb::object frame = bytes_of(answer.num_bytes());
-    const auto [places, slots, generations] = answer.write(data_of(frame));
+    const auto [places, slots, generations, sources] = answer.write(data_of(frame));
+    std::memset(sources, 0, num);  // each would be read from memory
     for (std::size_t i = 0; i < num; ++i) places[i] = place_of(states_[i]);
     write_slots(slots, generations);
     return nb::make_tuple(frame, nb::bytes(places, asked.counts ? num : 0), Numbers(0).given());
@@ -178,12 +267,17 @@ class SlotLeases {
   Column<std::int64_t> generations_;
   Column<std::uint64_t> users_;
   Column<double> last_use_;
+  Column<std::uint8_t> are_reserved_;
   Column<std::uint32_t> num_leases_;
   Column<std::uint8_t> is_reserved_;
+  keys::KeyIndex& index_;
+  std::size_t column_;
   keys::SlotLeases leases_;
   // Kept from call to call, to spare allocations.
   std::vector<keys::BlockId> blocks_given_, ended_;
-  std::vector<std::uint64_t> named_, which_;
+  std::vector<std::uint64_t> named_, which_, marks_, marked_;
+  std::vector<std::uint32_t> missing_;
+  std::vector<trie::Index> rows_;
   std::vector<trie::Label> keys_;
   std::vector<trie::State> states_;
   std::vector<trie::Slot> slots_;

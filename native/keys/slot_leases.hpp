@@ -13,10 +13,11 @@ namespace kvtier::keys {
 // Arrays with an entry per slot, which all users of a column share, and some of which lie in memory
 // that other processes map: see kvtier.index.slot_leases.SlotArrays.
 struct SlotArrays {
-  std::span<const std::int64_t> blocks;
+  std::span<std::int64_t> blocks;
   std::span<std::int8_t> sources;
-  std::span<const std::int64_t> generations;
+  std::span<std::int64_t> generations;
   std::span<std::uint64_t> users;
+  std::span<std::uint8_t> are_reserved;
   std::span<double> last_use;  // per segment
   std::uint64_t block_bytes;
   std::uint64_t segment_bytes;
@@ -52,10 +53,21 @@ class SlotLeases {
   void end_reserved(std::span<const std::uint64_t> slots, std::vector<std::uint64_t>& which,
                     std::vector<BlockId>& blocks);
 
+  // Begin to write blocks of one prompt, in its order, which the column has not, to slots that were
+  // free. blocks: the blocks of the keys.
+  void reserve_new(std::span<const KeyIndex::Key> keys, std::span<const Slot> slots, double now,
+                   std::vector<BlockId>& blocks);
+  // End reservations whose slots have been filled with blocks of one prompt, in its order. Unless
+  // all of them are this user's, each once, it returns false, and nothing has changed.
+  bool commit(std::span<const std::uint64_t> slots, std::span<const std::uint64_t> depths,
+              std::vector<BlockId>& blocks);
+
+  std::size_t num_slots() const { return is_reserved_.size(); }
   std::int64_t generation(Slot slot) const { return arrays_.generations[slot]; }
 
  private:
   void note(std::span<const Slot> slots, double now);
+  void note_use(std::span<const Slot> slots, double now);
 
   KeyIndex& index_;
   std::size_t column_;

@@ -1,6 +1,7 @@
 // The messages of kvtier.node.wire.protocol that most calls consist of, in MessagePack.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -91,6 +92,19 @@ struct ReleaseNotice {
   Bytes slots;
 };
 
+struct ReserveRequest {
+  std::uint64_t id;
+  std::uint64_t room;
+  Bytes keys;
+};
+
+struct CommitNotice {
+  std::uint64_t room;
+  Bytes slots;
+  Bytes depths;
+  bool to_storage;
+};
+
 // Nothing for other messages, and for those with fields that this version does not know.
 inline std::optional<LookupRequest> read_lookup(Bytes content) {
   Reader reader(content);
@@ -113,61 +127,72 @@ inline std::optional<ReleaseNotice> read_release(Bytes content) {
   return ReleaseNotice{*room, *slots};
 }
 
-// The frame of an answer to a look-up of `num_keys` blocks, `num_slots` of which are in memory, and
-// none of which is in storage.
-class LookupAnswer {
+inline std::optional<ReserveRequest> read_reserve(Bytes content) {
+  Reader reader(content);
+  if (reader.array() != 4 || reader.text() != "ReserveRequest") return std::nullopt;
+  const auto id = reader.number();
+  const auto room = reader.number();
+  const auto keys = reader.bytes();
+  if (!id || !room || !keys || !reader.is_at_end()) return std::nullopt;
+  return ReserveRequest{*id, *room, *keys};
+}
+
+inline std::optional<CommitNotice> read_commit(Bytes content) {
+  Reader reader(content);
+  if (reader.array() != 5 || reader.text() != "CommitNotice") return std::nullopt;
+  const auto room = reader.number();
+  const auto slots = reader.bytes();
+  const auto depths = reader.bytes();
+  const auto to_storage = reader.truth();
+  if (!room || !slots || !depths || !to_storage || !reader.is_at_end()) return std::nullopt;
+  return CommitNotice{*room, *slots, *depths, *to_storage};
+}
+
+// The frame of an answer: its name, the request's number, four fields of bytes, and possibly a 0.
+class Answer {
  public:
-  LookupAnswer(std::uint64_t id, std::size_t num_keys, std::size_t num_slots)
-      : id_(id), num_keys_(num_keys), num_slots_(num_slots) {}
+  Answer(std::string_view name, std::uint64_t id, const std::array<std::size_t, 4>& sizes,
+         bool ends_with_zero)
+      : name_(name), id_(id), sizes_(sizes), ends_with_zero_(ends_with_zero) {}
 
   std::size_t num_bytes() const {
-    return kHeader + kHead + 2 * (kBin + num_keys_) + 2 * (kBin + 8 * num_slots_) + 1;
+    std::size_t sum = kHeader + 1 + 1 + name_.size() + 9 + (ends_with_zero_ ? 1 : 0);
+    for (const std::size_t size : sizes_) sum += 5 + size;
+    return sum;
   }
 
-  // Parts of the frame that the caller fills.
-  struct Parts {
-    std::byte* places;
-    std::byte* slots;
-    std::byte* generations;
-  };
-  Parts write(std::byte* frame) const {
+  // Returns the beginnings of the fields of bytes, which the caller fills.
+  std::array<std::byte*, 4> write(std::byte* frame) const {
     std::byte* at = frame;
     for (unsigned shift = 0; shift < 32; shift += 8) put(at, (num_bytes() - kHeader) >> shift);
-    put(at, 0x97);
-    put(at, 0xA0 | kTag.size());
-    std::memcpy(at, kTag.data(), kTag.size());
-    at += kTag.size();
+    put(at, 0x90 | (2 + sizes_.size() + (ends_with_zero_ ? 1 : 0)));
+    put(at, 0xA0 | name_.size());
+    std::memcpy(at, name_.data(), name_.size());
+    at += name_.size();
     put(at, 0xCF);
     for (unsigned shift = 64; shift > 0; shift -= 8) put(at, id_ >> (shift - 8));
-    Parts parts{};
-    parts.places = begin_bytes(at, num_keys_);
-    parts.slots = begin_bytes(at, 8 * num_slots_);
-    parts.generations = begin_bytes(at, 8 * num_slots_);
-    std::memset(begin_bytes(at, num_keys_), 0, num_keys_);  // each would be read from memory
-    put(at, 0);                                             // nothing is pending
-    return parts;
+    std::array<std::byte*, 4> fields{};
+    for (std::size_t i = 0; i < sizes_.size(); ++i) {
+      put(at, 0xC6);
+      for (unsigned shift = 32; shift > 0; shift -= 8) put(at, sizes_[i] >> (shift - 8));
+      fields[i] = at;
+      at += sizes_[i];
+    }
+    if (ends_with_zero_) put(at, 0);
+    return fields;
   }
 
  private:
-  static constexpr std::string_view kTag = "LookupAnswer";
   static constexpr std::size_t kHeader = 4;
-  static constexpr std::size_t kHead = 1 + 1 + kTag.size() + 9;
-  static constexpr std::size_t kBin = 5;
 
   static void put(std::byte*& at, std::uint64_t value) {
     *at++ = static_cast<std::byte>(value & 0xFF);
   }
-  static std::byte* begin_bytes(std::byte*& at, std::size_t size) {
-    put(at, 0xC6);
-    for (unsigned shift = 32; shift > 0; shift -= 8) put(at, size >> (shift - 8));
-    std::byte* const begin = at;
-    at += size;
-    return begin;
-  }
 
+  std::string_view name_;
   std::uint64_t id_;
-  std::size_t num_keys_;
-  std::size_t num_slots_;
+  std::array<std::size_t, 4> sizes_;
+  bool ends_with_zero_;
 };
 
 }  // namespace kvtier::node

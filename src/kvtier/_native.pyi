@@ -196,6 +196,20 @@ class SlotLeases:
     def serve(
         self, content: bytes | memoryview, room: int, key_bytes: int, is_alone: bool, now: float
     ) -> tuple[bytes, bytes, Numbers[int]] | None: ...
+    def serve_reserve(
+        self,
+        content: bytes | memoryview,
+        room: int,
+        key_bytes: int,
+        free: FreeSlots,
+        first_slot: int,
+        mask: int,
+        has_overdue: bool,
+        now: float,
+    ) -> tuple[bytes, Numbers[int], Numbers[int], bytes, Numbers[int], Numbers[int]] | None: ...
+    def serve_commit(
+        self, content: bytes | memoryview, room: int
+    ) -> tuple[Numbers[int], Numbers[int], bool] | None: ...
 
 class SlotTable:
     def __init__(self, keys: NDArray[np.void], slots: NDArray[np.int64]) -> None: ...

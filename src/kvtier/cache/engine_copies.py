@@ -27,17 +27,27 @@ class EngineCopies:
     After the cache was cleared, an engine may end copies that are no longer known; they are
     skipped.
 
-    num_slots: slots of the fastest tier.
+    Args:
+        index, ladder: of the cache.
+        num_slots: slots of the fastest tier.
+
+    Attributes:
+        are_reserved: bool [num_slots], whether the engine is to fill each slot.
     """
 
     def __init__(self, index: KeyIndex, ladder: Ladder, num_slots: int) -> None:
         self._index = index
         self._ladder = ladder
         self._memory = ladder.fastest
-        self._is_reserved = np.zeros(num_slots, bool)  # by slot
+        self.are_reserved = np.zeros(num_slots, bool)
         self._held: Counter[BlockId] = Counter()
         self._doubted: set[BlockId] = set()
         self._waiters = StorageWaiters()
+
+    @property
+    def has_waiters(self) -> bool:
+        """Whether a request waits for a reserved block."""
+        return self._waiters.has_any
 
     @property
     def doubted(self) -> Collection[BlockId]:
@@ -48,7 +58,7 @@ class EngineCopies:
 
     def reserve(self, slots: Sequence[Slot]) -> None:
         """Note that the engine is about to copy new blocks into ``slots``."""
-        self._is_reserved[as_array(slots)] = True
+        self.are_reserved[as_array(slots)] = True
 
     def commit(
         self, blocks: Sequence[BlockId], depths: Sequence[int], now: float
@@ -93,7 +103,7 @@ class EngineCopies:
         blocks: see ``commit``.
         """
         slots = as_array(self._index.slots(blocks, self._memory))
-        mine = np.flatnonzero(self._is_reserved[slots])
+        mine = np.flatnonzero(self.are_reserved[slots])
         if not are_distinct(slots[mine]):
             _, first = np.unique(slots[mine], return_index=True)
             mine = mine[np.sort(first)]
@@ -101,7 +111,7 @@ class EngineCopies:
 
     def _end(self, blocks: Sequence[BlockId], slots: Int64s) -> None:
         """Forget copies that have ended, and notify their waiters."""
-        self._is_reserved[slots] = False
+        self.are_reserved[slots] = False
         self._waiters.ended(blocks)
 
     def keep_waiting(self, waiter: StorageWaiter, coming: Sequence[BlockId]) -> Sequence[BlockId]:
@@ -111,7 +121,7 @@ class EngineCopies:
 
         coming: blocks in flight to memory, in prompt order.
         """
-        are_reserved = self._is_reserved[as_array(self._index.slots(coming, self._memory))]
+        are_reserved = self.are_reserved[as_array(self._index.slots(coming, self._memory))]
         if not are_reserved.any():
             return coming
         self._waiters.add(waiter, coming[int(np.flatnonzero(are_reserved)[-1])])
@@ -173,7 +183,7 @@ class EngineCopies:
     def _are_reserved(self, blocks: Sequence[BlockId]) -> list[bool]:
         """Return whether each block is reserved. blocks: in memory, or being written there."""
         slots = as_array(self._index.slots(blocks, self._memory))
-        found: list[bool] = self._is_reserved[slots].tolist()
+        found: list[bool] = self.are_reserved[slots].tolist()
         return found
 
     def clear(self) -> None:
@@ -183,13 +193,13 @@ class EngineCopies:
 
     def _reserved(self) -> Sequence[BlockId]:
         """Return all reserved blocks. O(all blocks)."""
-        slots: Sequence[Slot] = as_numbers(np.flatnonzero(self._is_reserved))
+        slots: Sequence[Slot] = as_numbers(np.flatnonzero(self.are_reserved))
         return self._index.in_slots(slots, self._memory) if slots else slots[:0]  # type: ignore[return-value]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if copies, slots and the index don't agree."""
         reserved = set(self._reserved())
-        assert len(reserved) == np.count_nonzero(self._is_reserved), "a reserved slot has no block"
+        assert len(reserved) == np.count_nonzero(self.are_reserved), "a reserved slot has no block"
         assert self._doubted <= reserved, "a copy that has ended is doubted"
         assert reserved.isdisjoint(self._held), "copied to and from at a time"
         assert all(num > 0 for num in self._held.values()), "released more often than held"

@@ -476,13 +476,26 @@ class LocalBlockCache(BlockCache):
         self, blocks: Sequence[BlockId], depths: Sequence[int], to_storage: bool
     ) -> None:
         """Like ``commit``, for blocks that are being written in memory."""
-        kept = self._copies.commit(blocks, depths, self._clock())
-        if kept:
-            self._on_change(self.memory, kept, False)
+        self.note_committed(self._copies.commit(blocks, depths, self._clock()), to_storage)
+
+    def note_committed(self, blocks: Sequence[BlockId], to_storage: bool) -> None:
+        """Report blocks that an engine has copied to memory, and queue their writes to storage."""
+        if blocks:
+            self._on_change(self.memory, blocks, False)
         if self.computed is not None:
-            self.computed.note(kept)
+            self.computed.note(blocks)
         if to_storage:
-            self.ladder.enqueue_write(kept)
+            self.ladder.enqueue_write(blocks)
+
+    @property
+    def are_reserved(self) -> npt.NDArray[np.bool_]:
+        """Whether the engine is to fill each slot of memory: bool [num_slots]."""
+        return self._copies.are_reserved
+
+    @property
+    def has_waiters(self) -> bool:
+        """Whether a request waits for a block that the engine is to copy to memory."""
+        return self._copies.has_waiters
 
     def add_present(
         self, keys: Sequence[bytes], slots: Sequence[Slot], depths: Sequence[int]

@@ -49,6 +49,11 @@ class StorageWaiters:
     def __init__(self) -> None:
         self._waiters: dict[BlockId, list[StorageWaiter]] = {}
 
+    @property
+    def has_any(self) -> bool:
+        """Whether any waiter is registered."""
+        return bool(self._waiters)
+
     def add(self, waiter: StorageWaiter, block: BlockId) -> None:
         """Keep ``waiter`` waiting until the store of ``block`` has ended."""
         self._waiters.setdefault(block, []).append(waiter)

@@ -6,11 +6,12 @@ The native core implements ``SlotLeases`` as well; tests compare both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.hot import FreeSlots
 from kvtier.core.types import BlockId, Slot
 from kvtier.index.block_index import BlockIndex
 from kvtier.index.selection import Int64s, as_array
@@ -25,6 +26,7 @@ class SlotArrays(NamedTuple):
         generations: int64 [num_slots].
         users: uint64 [num_slots], a bit per user.
         last_use: float64 [num_segments], time of the last use of each segment.
+        are_reserved: bool [num_slots], whether some user is to fill each slot.
         block_bytes, segment_bytes: slot ``s`` begins in segment ``s * block_bytes //
             segment_bytes``.
     """
@@ -34,8 +36,15 @@ class SlotArrays(NamedTuple):
     generations: Int64s
     users: npt.NDArray[np.uint64]
     last_use: npt.NDArray[np.float64]
+    are_reserved: npt.NDArray[np.bool_]
     block_bytes: int
     segment_bytes: int
+
+
+ServedReserve: TypeAlias = tuple[
+    bytes, Sequence[BlockId], Sequence[Slot], bytes, Sequence[int], Sequence[BlockId]
+]
+"""Result of ``SlotLeases.serve_reserve``."""
 
 
 class SlotLeases(Protocol):
@@ -84,6 +93,47 @@ class SlotLeases(Protocol):
             The frame of the answer, b"" for none; the places of the blocks that count as looked up,
             as in the answer; the block of each lease that ended. None for any other message:
             nothing has changed.
+        """
+
+    def serve_reserve(
+        self,
+        content: memoryview,
+        room: int,
+        key_bytes: int,
+        free: FreeSlots,
+        first_slot: int,
+        mask: int,
+        has_overdue: bool,
+        now: float,
+    ) -> ServedReserve | None:
+        """Serve a ``ReserveRequest`` in one call, if a run of free slots is long enough.
+
+        The new blocks are being written then, and all of ``arrays`` say so. The caller counts
+        the slots.
+
+        Args:
+            content: the message.
+            room: the only number of a room that is served.
+            key_bytes: length of the room's keys.
+            free: free slots of a segment; the reserved ones are taken.
+            first_slot: first slot of the segment.
+            mask: chooses blocks by their hash.
+            has_overdue: whether some reservations are overdue. Then all blocks must be new.
+            now: the time.
+
+        Returns:
+            The frame of the answer; the new blocks, their slots and generations (int64 bytes); the
+            hashes that are 0 under ``mask``, and their blocks. None for any other message, and if
+            no block is new: nothing has changed.
+        """
+
+    def serve_commit(
+        self, content: memoryview, room: int
+    ) -> tuple[Sequence[BlockId], Sequence[Slot], bool] | None:
+        """Serve a ``CommitNotice`` in one call, if all of its slots are reserved, each once.
+
+        The blocks are ready then. Returns them, their slots, and whether they go to storage. None
+        for any other message: nothing has changed. content, room: see ``serve``.
         """
 
 
@@ -157,3 +207,9 @@ class PythonSlotLeases:
     ) -> tuple[bytes, bytes, Sequence[BlockId]] | None:
         """Return None: the caller knows how to serve every message."""
         return None
+
+    def serve_reserve(self, *_: object) -> None:
+        """Return None; see ``serve``."""
+
+    def serve_commit(self, *_: object) -> None:
+        """Return None; see ``serve``."""

@@ -183,6 +183,7 @@ class Ladder:
         self.lookup_storage = lookup.begin
         # -- upkeep
         self.on_admit = self._reuse_sampler.on_admit
+        self.note_arrivals = self._transient_blocks.note
         self.cost_snapshot = transfers.cost_snapshot
         self.drop_lost = transfers.drop_lost
         self.close = transfers.close
@@ -240,6 +241,11 @@ class Ladder:
         self._transient_blocks.note(blocks, [block for key, block in named if key in passing])
         self._reuse_sampler.on_admit(hashes, blocks)
         return ReservedBlocks(keys, blocks, slots)
+
+    @property
+    def sample_mask(self) -> int:
+        """Blocks whose hashes are 0 under this mask are sampled; see ``on_admit``."""
+        return self._reuse_sampler.weight - 1
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Free slots of the fastest tier that hold no block of the index."""

@@ -246,7 +246,7 @@ class Connection:
         answer, counts = served
         self._node.note_use(number)
         if answer:
-            self._send_frame(answer, (), partial(_undo_lookup, held, answer))
+            self._send_frame(answer, (), partial(_undo, held, answer))
         if counts:
             self._registry.lookups.add(time.monotonic() - self._frames.received_s)
         return True
@@ -491,11 +491,14 @@ def _look_up(
     return answer, pending
 
 
-def _undo_lookup(held: Holdings, frame: bytes) -> None:
-    """Release the leases of an undelivered look-up answer. frame: the ``LookupAnswer``."""
+def _undo(held: Holdings, frame: bytes) -> None:
+    """Give up the slots of an undelivered answer. frame: of a look-up's, or of a reservation's."""
     answer = protocol.decode_node(memoryview(frame)[protocol.FRAME_HEADER.size :])
-    assert isinstance(answer, protocol.LookupAnswer), "only a look-up is answered simply"
-    held.release(unpack(answer.slots))
+    if isinstance(answer, protocol.ReserveAnswer):
+        held.abort(unpack(answer.slots))
+    else:
+        assert isinstance(answer, protocol.LookupAnswer), "no other message is answered simply"
+        held.release(unpack(answer.slots))
 
 
 def _which(new: Sequence[bytes], keys: Sequence[bytes]) -> bytes:

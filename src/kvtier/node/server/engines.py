@@ -28,6 +28,9 @@ from kvtier.node.wire.protocol import CostsNotice, Turns, turns_of
 
 SO_PEERPIDFD = 77
 """Socket option for the process descriptor of the peer (Linux 6.5)."""
+NAME = slice(1, 5)
+"""Place in a message of its name's length and first letters; of one that ``serve`` serves."""
+RESERVE, COMMIT = b"\xaeRes", b"\xacCom"
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -129,6 +132,12 @@ class Holdings:
         its = self.partition
         if its.cache.is_doubtful:
             return None
+        name = content[NAME]
+        if name == RESERVE:
+            frame = self._serve_reserve(content, number)
+            return frame and (frame, False)
+        if name == COMMIT:
+            return (b"", False) if self._serve_commit(content, number) else None
         is_alone = self._is_alone and not its.reservations.has_overdue()
         served = self._leases.serve(content, number, self._key_bytes, is_alone, its.clock())
         if served is None:
@@ -139,6 +148,42 @@ class Holdings:
         if ended:
             its.note_released(ended)
         return answer, bool(looked_up)
+
+    def _serve_reserve(self, content: memoryview, number: int) -> bytes | None:
+        """Reserve slots of one segment; return the frame of the answer."""
+        its = self.partition
+        segment = its.tier.segment_with_run(len(content) // self._key_bytes)
+        if segment is None:
+            return None
+        served = self._leases.serve_reserve(
+            content,
+            number,
+            self._key_bytes,
+            its.tier.free_slots(segment),
+            its.tier.slots_of(segment).start,
+            its.sample_mask,
+            its.reservations.has_overdue(),
+            its.clock(),
+        )
+        if served is None:
+            return None
+        frame, blocks, slots, generations, hashes, sampled = served
+        its.tier.note_taken(segment, len(slots))
+        its.note_reserved(blocks, hashes, sampled)
+        self.num_reserved += len(slots)
+        its.reservations.add(self.is_reserved, slots, generations)
+        return frame
+
+    def _serve_commit(self, content: memoryview, number: int) -> bool:
+        its = self.partition
+        served = None if its.cache.has_waiters else self._leases.serve_commit(content, number)
+        if served is None:
+            return False
+        blocks, slots, to_storage = served
+        self.num_reserved -= len(blocks)
+        its.reservations.end(as_array(slots))
+        its.cache.note_committed(blocks, to_storage)
+        return True
 
     def release(self, slots: Int64s) -> None:
         """Release one lease of each slot. Slots that the engine has not leased are ignored."""

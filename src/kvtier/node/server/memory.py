@@ -393,16 +393,34 @@ class SegmentTier(MemoryTier):
 
     def _take(self, num_slots: int) -> Iterator[Int64s]:
         """Yield slots: one run of neighbours if a segment has it, else the lowest ones."""
-        for segment in list(islice(self._with_free, CANDIDATES)):
-            if self._open[segment].longest_run() >= num_slots:
-                yield self._take_from(segment, num_slots)
-                return
+        segment = self.segment_with_run(num_slots)
+        if segment is not None:
+            yield self._take_from(segment, num_slots)
+            return
         left = num_slots
         while left:
             segment = next(iter(self._with_free))
             num = min(left, self._open[segment].num_free())
             left -= num
             yield self._take_from(segment, num)
+
+    def segment_with_run(self, num_slots: int) -> int | None:
+        """Return a segment in which so many neighbours are free; None if a few have not."""
+        for segment in islice(self._with_free, CANDIDATES):
+            if self._open[segment].longest_run() >= num_slots:
+                return segment
+        return None
+
+    def free_slots(self, segment: int) -> FreeSlots:
+        """Return the free slots of a segment, which are numbered from its first one."""
+        return self._open[segment]
+
+    def note_taken(self, segment: int, num_slots: int) -> None:
+        """Count slots that were taken out of ``free_slots``."""
+        if not self._open[segment].num_free():
+            self._with_free.pop(segment, None)
+        self._num_free -= num_slots
+        self._num_used += num_slots
 
     def _take_from(self, segment: int, num_slots: int) -> Int64s:
         free = self._open[segment]
@@ -418,8 +436,10 @@ class SegmentTier(MemoryTier):
         self.generations[freed] = (self.generations[freed] | 1) + 1
         self.users[freed] = 0
         segments = self.segments_of(freed)
-        for segment in np.unique(segments).tolist():
-            mine = freed[segments == segment]
+        first = int(segments[0])
+        are_together = bool((segments == first).all())  # as they often are
+        for segment in [first] if are_together else np.unique(segments).tolist():
+            mine = freed if are_together else freed[segments == segment]
             self._num_used -= len(mine)
             if segment in self._retired:
                 self._retired[segment] -= len(mine)

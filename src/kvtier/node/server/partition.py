@@ -200,6 +200,22 @@ class Partition:
         return self._index.slot_leases(HOST, arrays, num_leases, is_reserved, user.mask, user.keeps)
 
     @property
+    def sample_mask(self) -> int:
+        """See ``Ladder.sample_mask``."""
+        return self._ladder.sample_mask
+
+    def note_reserved(
+        self, blocks: Sequence[BlockId], hashes: Sequence[int], sampled: Sequence[BlockId]
+    ) -> None:
+        """Note what ``SlotLeases.serve_reserve`` has reserved.
+
+        blocks: the new blocks. hashes, sampled: those that the ladder samples.
+        """
+        self._ladder.note_arrivals(blocks, ())
+        if hashes:
+            self._ladder.on_admit(hashes, sampled)
+
+    @property
     def slot_arrays(self) -> SlotArrays:
         """Arrays with an entry per slot, which all engines share."""
         slots, tier = self.cache.slots, self.tier
@@ -209,6 +225,7 @@ class Partition:
             tier.generations,
             tier.users,
             self.last_use,
+            self.cache.are_reserved,
             self.key.block_bytes,
             self._segment_bytes,
         )
