@@ -286,8 +286,7 @@ void bind_key_index(nb::module_& module) {
       .def("serve", &bound::SlotLeases::serve, nb::arg("content"), nb::arg("room"),
            nb::arg("key_bytes"), nb::arg("is_alone"), nb::arg("now"), nb::lock_self())
       .def("serve_reserve", &bound::SlotLeases::serve_reserve, nb::arg("content"), nb::arg("room"),
-           nb::arg("key_bytes"), nb::arg("free"), nb::arg("first_slot"), nb::arg("mask"),
-           nb::arg("has_overdue"), nb::arg("now"), nb::lock_self())
+           nb::arg("key_bytes"), nb::arg("segments"), nb::arg("mask"), nb::arg("has_overdue"), nb::arg("now"), nb::lock_self())
       .def("serve_commit", &bound::SlotLeases::serve_commit, nb::arg("content"), nb::arg("room"),
            nb::lock_self());
   nb::class_<KeyIndex> type(module, "KeyIndex",

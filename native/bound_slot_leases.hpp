@@ -1,10 +1,12 @@
 // The slots that one engine of a node leases: see kvtier.index.slot_leases.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "bind.hpp"
@@ -122,29 +124,27 @@ class SlotLeases {
     return nb::make_tuple(nb::bytes("", 0), nb::bytes("", 0), numbers_of(ended_));
   }
 
-  // Serves a reservation of slots in a run of `free`, whose first slot is `first_slot`:
-  // (the frame of the answer, the new blocks, their slots, their generations as int64 bytes, the
-  // hashes that are 0 under `mask`, the blocks with them). None, and nothing has changed, for any
-  // other message, if no run is long enough, or if no block is new. With `has_overdue`, all blocks
-  // must be new.
+  // Serves a reservation of slots in `segments`, each (its free slots, its first slot), in this
+  // order: (the frame of the answer, the new blocks, their slots, their generations as int64 bytes,
+  // the hashes that are 0 under `mask`, the blocks with them). None, and nothing has changed, for
+  // any other message, if there are too few slots, or if no block is new. With `has_overdue`, all
+  // blocks must be new.
   nb::object serve_reserve(nb::handle content, std::uint64_t room, std::size_t key_bytes,
-                           FreeSlots& free, std::uint64_t first_slot, std::uint64_t mask,
-                           bool has_overdue, double now) {
+                           const nb::tuple& segments, std::uint64_t mask, bool has_overdue,
+                           double now) {
     to_time(now);
     const Buffer buffer(content);
     const auto asked = node::read_reserve(message_in(buffer));
     if (!asked || asked->room != room || key_bytes == 0) return nb::none();
-    const std::size_t num = asked->keys.size() / key_bytes, num_slots = leases_.num_slots();
-    if (num > kMaxAtOnce || asked->keys.size() != num * key_bytes || first_slot > num_slots ||
-        free.core().num_slots() > num_slots - first_slot)
-      return nb::none();
+    const std::size_t num = asked->keys.size() / key_bytes;
+    if (num > kMaxAtOnce || asked->keys.size() != num * key_bytes) return nb::none();
+    const std::vector<Segment> places = segments_in(segments);
     read_keys(asked->keys, key_bytes, num);
     missing_.clear();
     ended_.clear();
     checked([&] { index_.missing(keys_, column_, missing_, ended_); });
     const std::size_t num_new = missing_.size();
-    if (num_new == 0 || free.core().longest_run() < num_new || (has_overdue && num_new < num))
-      return nb::none();
+    if (num_new == 0 || (has_overdue && num_new < num)) return nb::none();
     const node::Answer answer("ReserveAnswer", asked->id, {num, num, 8 * num_new, 8 * num_new},
                               false);
     nb::object frame = bytes_of(answer.num_bytes()), generations_given = bytes_of(8 * num_new);
@@ -153,11 +153,8 @@ class SlotLeases {
     for (const std::uint32_t at : missing_) are_new[at] = std::byte{1};
     for (std::size_t i = 0; i < num_new; ++i) keys_[i] = keys_[missing_[i]];
     keys_.resize(num_new);
-    checked([&] {
-      slots_ = free.core().take(num_new);
-      for (trie::Slot& slot : slots_) slot += static_cast<trie::Slot>(first_slot);
-      leases_.reserve_new(keys_, slots_, now, ended_);
-    });
+    if (!take(places, num_new)) return nb::none();
+    checked([&] { leases_.reserve_new(keys_, slots_, now, ended_); });
     write_slots(slots, generations);
     std::memcpy(data_of(generations_given), generations, 8 * num_new);
     marks_.clear();
@@ -200,6 +197,38 @@ class SlotLeases {
  private:
   static constexpr std::size_t kMaxKeys = std::size_t{1} << 16;    // MAX_KEYS
   static constexpr std::size_t kMaxAtOnce = std::size_t{1} << 11;  // MAX_AT_ONCE
+
+  // first: slot of the first one of `free`.
+  struct Segment {
+    slots::FreeSlots* free;
+    trie::Slot first;
+  };
+  std::vector<Segment> segments_in(const nb::tuple& segments) const {
+    std::vector<Segment> places;
+    for (const nb::handle segment : segments) {
+      FreeSlots* free = nullptr;
+      const Items pair(segment, "a segment must be a pair");
+      if (pair.size() != 2 || !nb::try_cast(nb::handle(pair[0]), free) || free == nullptr)
+        fail(PyExc_TypeError, "a segment must be its free slots and its first slot");
+      const trie::Slot first = to_slot(pair[1]);
+      if (first > leases_.num_slots() || free->core().num_slots() > leases_.num_slots() - first)
+        fail(PyExc_ValueError, "slots that the column can't have");
+      places.push_back({&free->core(), first});
+    }
+    return places;
+  }
+  // Fills slots_. Returns false, and takes none, if there are fewer.
+  bool take(const std::vector<Segment>& places, std::size_t num) {
+    slots_.clear();
+    std::vector<std::vector<slots::Slot>> taken;
+    for (const auto [free, first] : places) {
+      taken.push_back(free->take(std::min(num - slots_.size(), free->num_free())));
+      for (const slots::Slot slot : taken.back()) slots_.push_back(slot + first);
+    }
+    if (slots_.size() == num) return true;
+    for (std::size_t i = 0; i < taken.size(); ++i) places[i].free->free(taken[i]);
+    return false;
+  }
 
   static node::Bytes message_in(const Buffer& buffer) {
     if (!buffer.held()) fail(PyExc_TypeError, "content must be bytes");

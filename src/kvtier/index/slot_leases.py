@@ -100,13 +100,12 @@ class SlotLeases(Protocol):
         content: memoryview,
         room: int,
         key_bytes: int,
-        free: FreeSlots,
-        first_slot: int,
+        segments: Sequence[tuple[FreeSlots, int]],
         mask: int,
         has_overdue: bool,
         now: float,
     ) -> ServedReserve | None:
-        """Serve a ``ReserveRequest`` in one call, if a run of free slots is long enough.
+        """Serve a ``ReserveRequest`` in one call, if there are as many free slots as new blocks.
 
         The new blocks are being written then, and all of ``arrays`` say so. The caller counts
         the slots.
@@ -115,8 +114,8 @@ class SlotLeases(Protocol):
             content: the message.
             room: the only number of a room that is served.
             key_bytes: length of the room's keys.
-            free: free slots of a segment; the reserved ones are taken.
-            first_slot: first slot of the segment.
+            segments: each a segment's free slots, of which the reserved ones are taken, and its
+                first slot. They are used in this order.
             mask: chooses blocks by their hash.
             has_overdue: whether some reservations are overdue. Then all blocks must be new.
             now: the time.

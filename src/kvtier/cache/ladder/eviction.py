@@ -89,19 +89,28 @@ class Eviction:
             but_not: blocks that must not be evicted.
             admit: called otherwise; returns how many blocks are worth evicting others for.
         """
+        num_admitted = self.make_room(num_slots, but_not, admit)
+        return self.topology.allocators[self.topology.fastest].allocate(num_admitted)
+
+    def make_room(
+        self, num_slots: int, but_not: Sequence[BlockId], admit: Admit, is_partial: bool = True
+    ) -> int:
+        """Evict blocks of the fastest tier as ``reserve`` does. Return how many are admitted.
+
+        is_partial: whether blocks are also evicted if only a part is admitted.
+        """
         tier = self.topology.fastest
         allocator = self.topology.allocators[tier]
         self._tell_room(tier)
         self.index.lease(but_not, tier)
-        if num_slots > allocator.num_free:
-            num_admitted = admit()
+        num_admitted = num_slots if num_slots <= allocator.num_free else admit()
+        if is_partial or num_admitted == num_slots:
             self._count_left_out(num_slots - num_admitted, tier)
-            num_slots = num_admitted
-        missing = num_slots - allocator.num_free
-        if missing <= self.index.num_evictable(tier):
-            self.make(tier, missing)
+            missing = num_admitted - allocator.num_free
+            if missing <= self.index.num_evictable(tier):
+                self.make(tier, missing)
         self.index.release(but_not, tier)
-        return allocator.allocate(num_slots)
+        return num_admitted
 
     def make(self, tier: str, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` blocks from ``tier``. Return how many were evicted."""

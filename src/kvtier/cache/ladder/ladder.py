@@ -242,6 +242,18 @@ class Ladder:
         self._reuse_sampler.on_admit(hashes, blocks)
         return ReservedBlocks(keys, blocks, slots)
 
+    def make_room(self, index: KeyIndex, keys: Sequence[bytes], but_not: Sequence[BlockId]) -> None:
+        """Evict blocks until new ones have free slots, if all of them are admitted.
+
+        index, keys, but_not: see ``reserve``.
+        """
+
+        def admit() -> int:
+            admitted, passing = self._admission.admit_keys(index, keys, self.fastest)
+            return 0 if passing else len(admitted)
+
+        self._eviction.make_room(len(keys), but_not, admit, is_partial=False)
+
     @property
     def sample_mask(self) -> int:
         """Blocks whose hashes are 0 under this mask are sampled; see ``on_admit``."""

@@ -24,7 +24,15 @@ from kvtier.index.selection import Int64s, as_array, as_numbers
 from kvtier.node.server.partition import Partition
 from kvtier.node.server.users import SlotUser
 from kvtier.node.wire.frame_socket import FrameSocket
-from kvtier.node.wire.protocol import CostsNotice, Turns, turns_of
+from kvtier.node.wire.protocol import (
+    MAX_AT_ONCE,
+    CostsNotice,
+    ReserveRequest,
+    Turns,
+    decode_engine,
+    split_keys,
+    turns_of,
+)
 
 SO_PEERPIDFD = 77
 """Socket option for the process descriptor of the peer (Linux 6.5)."""
@@ -150,17 +158,16 @@ class Holdings:
         return answer, bool(looked_up)
 
     def _serve_reserve(self, content: memoryview, number: int) -> bytes | None:
-        """Reserve slots of one segment; return the frame of the answer."""
-        its = self.partition
-        segment = its.tier.segment_with_run(len(content) // self._key_bytes)
-        if segment is None:
+        """Reserve slots for new blocks, if all are admitted; return the frame of the answer."""
+        its, num_keys = self.partition, len(content) // self._key_bytes
+        if num_keys > its.tier.num_free and not self._make_room(content, number):
             return None
+        segments = its.tier.segments_for(num_keys)
         served = self._leases.serve_reserve(
             content,
             number,
             self._key_bytes,
-            its.tier.free_slots(segment),
-            its.tier.slots_of(segment).start,
+            its.tier.free_slots(segments),
             its.sample_mask,
             its.reservations.has_overdue(),
             its.clock(),
@@ -168,11 +175,21 @@ class Holdings:
         if served is None:
             return None
         frame, blocks, slots, generations, hashes, sampled = served
-        its.tier.note_taken(segment, len(slots))
+        its.tier.note_taken(segments, len(slots))
         its.note_reserved(blocks, hashes, sampled)
         self.num_reserved += len(slots)
         its.reservations.add(self.is_reserved, slots, generations)
         return frame
+
+    def _make_room(self, content: memoryview, number: int) -> bool:
+        """Free slots for the new blocks of a ``ReserveRequest``. False if it is to be decoded."""
+        message = decode_engine(content)
+        if not isinstance(message, ReserveRequest) or message.partition != number:
+            return False
+        keys = split_keys(message.keys, self._key_bytes)
+        if 0 < len(keys) <= MAX_AT_ONCE:
+            self.partition.cache.make_room(keys)
+        return True
 
     def _serve_commit(self, content: memoryview, number: int) -> bool:
         its = self.partition

@@ -393,32 +393,37 @@ class SegmentTier(MemoryTier):
 
     def _take(self, num_slots: int) -> Iterator[Int64s]:
         """Yield slots: one run of neighbours if a segment has it, else the lowest ones."""
-        segment = self.segment_with_run(num_slots)
-        if segment is not None:
-            yield self._take_from(segment, num_slots)
-            return
         left = num_slots
-        while left:
-            segment = next(iter(self._with_free))
+        for segment in self.segments_for(num_slots):
             num = min(left, self._open[segment].num_free())
             left -= num
             yield self._take_from(segment, num)
 
-    def segment_with_run(self, num_slots: int) -> int | None:
-        """Return a segment in which so many neighbours are free; None if a few have not."""
+    def segments_for(self, num_slots: int) -> list[int]:
+        """Return segments with free slots, so many of them if there are, in the order of use.
+
+        It is one if it has as many neighbours.
+        """
+        found: list[int] = []
         for segment in islice(self._with_free, CANDIDATES):
             if self._open[segment].longest_run() >= num_slots:
-                return segment
-        return None
+                return [segment]
+        for segment in self._with_free:
+            if num_slots <= 0:
+                break
+            found.append(segment)
+            num_slots -= self._open[segment].num_free()
+        return found
 
-    def free_slots(self, segment: int) -> FreeSlots:
-        """Return the free slots of a segment, which are numbered from its first one."""
-        return self._open[segment]
+    def free_slots(self, segments: Sequence[int]) -> tuple[tuple[FreeSlots, int], ...]:
+        """Return the free slots of segments, numbered from its first one, and that slot."""
+        return tuple((self._open[segment], self.slots_of(segment).start) for segment in segments)
 
-    def note_taken(self, segment: int, num_slots: int) -> None:
-        """Count slots that were taken out of ``free_slots``."""
-        if not self._open[segment].num_free():
-            self._with_free.pop(segment, None)
+    def note_taken(self, segments: Sequence[int], num_slots: int) -> None:
+        """Count slots that were taken out of ``free_slots``. num_slots: of all segments."""
+        for segment in segments:
+            if not self._open[segment].num_free():
+                self._with_free.pop(segment, None)
         self._num_free -= num_slots
         self._num_used += num_slots
 
