@@ -26,7 +26,14 @@ from kvtier import _native
 from kvtier.core.keys import Labels
 from kvtier.core.types import Match
 from kvtier.index import State
-from kvtier.node.wire.protocol import LookupRequest, ReleaseNotice, frame, pack
+from kvtier.node.wire.protocol import (
+    CommitNotice,
+    LookupRequest,
+    ReleaseNotice,
+    ReserveRequest,
+    frame,
+    pack,
+)
 
 REFUSALS = (
     TypeError,
@@ -43,6 +50,9 @@ TIMES = (0.0, 1.0, -1.0, 1e300, float("nan"), float("inf"), float("-inf"), 2**63
 
 MESSAGES = (
     frame(LookupRequest(1, 7, b"aba"))[4:],
+    frame(ReserveRequest(1, 7, b"abcxyzx"))[4:],
+    frame(CommitNotice(7, pack([0, 1, 2, 3]), pack([0, 1, 2, 3])))[4:],
+    frame(CommitNotice(7, pack([3, 3, 2**40]), pack([0, 1, 2**40])))[4:],
     frame(LookupRequest(2**63, 0, bytes(300), True, False))[4:],
     frame(ReleaseNotice(7, pack([0, 1, 1, -1, 2**50])))[4:],
     frame(ReleaseNotice(0, b""))[4:],
@@ -279,12 +289,24 @@ class Hostile:
         if self.random.random() < 0.3:
             at = self.random.randrange(len(message) + 1)
             message = message[:at] + bytes([self.random.randrange(256)]) + message[at + 1 :]
+        free = _native.FreeSlots(5)
+        free.open(0, 5)
         calls: dict[str, tuple[Any, ...]] = {
             "lease": (pick((known, self.numbers())), pick(TIMES)),
             "release": (slots,),
             "reserve": (pick((self.numbers(), [0, 7], slots)),),
             "end_reserved": (slots,),
             "serve": (message, pick((0, 7)), pick((1, 1, 3, 0, 2**63)), pick((True, False)), 0.0),
+            "serve_reserve": (
+                message,
+                pick((7, 7, 0)),
+                pick((1, 1, 3, 0, 2**63)),
+                pick((((free, 0),), ((free, 0),), ((free, 0), (free, 0)), ((free, 3),), (), (1,))),
+                pick((0, 1, 2**63)),
+                pick((True, False)),
+                pick(TIMES),
+            ),
+            "serve_commit": (message, pick((7, 7, 0))),
         }
         name = pick(list(calls))
 
@@ -297,7 +319,7 @@ class Hostile:
 
     def _sound_leases(self) -> _native.SlotLeases:
         """Return valid leases on eight slots."""
-        dtypes = (np.int64, np.int8, np.int64, np.uint64, np.float64)
+        dtypes = (np.int64, np.int8, np.int64, np.uint64, np.float64, bool)
         arrays = [np.ones(8, dtype) for dtype in dtypes]
         counts, is_reserved = np.zeros(8, np.uint32), np.zeros(8, bool)
         return self.keyed.slot_leases(TIERS[0], (*arrays, 512, 4096), counts, is_reserved, 1, 6)
@@ -305,13 +327,13 @@ class Hostile:
     def _new_leases(self) -> _native.SlotLeases:
         """Return leases on eight slots, or on arrays that do not fit."""
         pick = self.random.choice
-        sizes = [pick((8,) * 30 + (7, 0)) for _ in range(5)]
-        dtypes = (np.int64, np.int8, np.int64, np.uint64, np.float64)
+        sizes = [pick((8,) * 30 + (7, 0)) for _ in range(6)]
+        dtypes = (np.int64, np.int8, np.int64, np.uint64, np.float64, bool)
         arrays: list[Any] = [np.zeros(*each) for each in zip(sizes, dtypes, strict=True)]
         arrays[0] += 1
         arrays += [pick((512, 512, 2**60, 0, -1)), pick((4096, 4096, 1, 0))]
         if self.random.random() < 0.05:
-            arrays[pick(range(7))] = pick((None, 5, np.zeros((2, 2)), bytes(64)))
+            arrays[pick(range(8))] = pick((None, 5, np.zeros((2, 2)), bytes(64)))
         counts = np.zeros(pick((8,) * 9 + (3,)), pick((np.uint32,) * 9 + (np.uint8,)))
         return self.keyed.slot_leases(
             pick(TIERS), tuple(arrays), counts, np.zeros(8, bool), 1, 2**64 - 2

@@ -145,7 +145,10 @@ def test_simple_messages_are_answered_as_all_are(
     is_alone: bool,
 ) -> None:
     if isinstance(held._leases, PythonSlotLeases):
-        assert held._leases.serve(memoryview(b""), 0, 8, True, 0.0) is None
+        content = memoryview(b"")
+        assert held._leases.serve(content, 0, 8, True, 0.0) is None
+        assert held._leases.serve_reserve(content, 0, 8, (), 0, False, 0.0) is None
+        assert held._leases.serve_commit(content, 0) is None
         return
     partition, key_bytes = held.partition, held.partition.key.key_bytes
     list(held.end())
@@ -197,6 +200,9 @@ def test_damaged_messages_are_not_served_simply(
             served = held._leases.serve(memoryview(damaged), 7, 8, True, 0.0)
             if served is not None:
                 assert type(decode_engine(damaged)) in (LookupRequest, ReleaseNotice)
+            assert held._leases.serve_reserve(memoryview(damaged), 7, 8, (), 0, False, 0.0) is None
+            if held._leases.serve_commit(memoryview(damaged), 7) is not None:
+                assert isinstance(decode_engine(damaged), CommitNotice)
         assert held._leases.serve(memoryview(whole), 8, 8, True, 0.0) is None
     list(held.end())
 

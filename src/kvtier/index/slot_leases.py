@@ -45,6 +45,8 @@ ServedReserve: TypeAlias = tuple[
     bytes, Sequence[BlockId], Sequence[Slot], bytes, Sequence[int], Sequence[BlockId]
 ]
 """Result of ``SlotLeases.serve_reserve``."""
+ServedCommit: TypeAlias = tuple[Sequence[BlockId], Sequence[Slot], bool]
+"""Result of ``SlotLeases.serve_commit``."""
 
 
 class SlotLeases(Protocol):
@@ -126,9 +128,7 @@ class SlotLeases(Protocol):
             no block is new: nothing has changed.
         """
 
-    def serve_commit(
-        self, content: memoryview, room: int
-    ) -> tuple[Sequence[BlockId], Sequence[Slot], bool] | None:
+    def serve_commit(self, content: memoryview, room: int) -> ServedCommit | None:
         """Serve a ``CommitNotice`` in one call, if all of its slots are reserved, each once.
 
         The blocks are ready then. Returns them, their slots, and whether they go to storage. None
@@ -207,8 +207,10 @@ class PythonSlotLeases:
         """Return None: the caller knows how to serve every message."""
         return None
 
-    def serve_reserve(self, *_: object) -> None:
+    def serve_reserve(self, *_: object) -> ServedReserve | None:
         """Return None; see ``serve``."""
+        return None
 
-    def serve_commit(self, *_: object) -> None:
+    def serve_commit(self, *_: object) -> ServedCommit | None:
         """Return None; see ``serve``."""
+        return None

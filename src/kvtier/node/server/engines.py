@@ -143,7 +143,7 @@ class Holdings:
         name = content[NAME]
         if name == RESERVE:
             frame = self._serve_reserve(content, number)
-            return frame and (frame, False)
+            return None if frame is None else (frame, False)
         if name == COMMIT:
             return (b"", False) if self._serve_commit(content, number) else None
         is_alone = self._is_alone and not its.reservations.has_overdue()
