@@ -228,11 +228,13 @@ def test_a_failed_audit_fails_no_request(
     cold = ask(engine, prompt)
 
     def fail(*args: object) -> None:
-        raise RuntimeError("out of memory")
+        raise ValueError("of the model's own")
 
     monkeypatch.setattr(engine._runner, "recompute", fail)
-    assert same(cold, ask(engine, prompt))
-    assert "audit failed" in caplog.text
+    for explain in (False, True):
+        caplog.clear()
+        assert same(cold, ask(engine, prompt, explain=explain))
+        assert "audit failed" in caplog.text
     assert counts(engine) == {}
 
 

@@ -87,10 +87,15 @@ class Audits:
         return False
 
     def audit(self, request: Request) -> None:
-        """Audit a request now, if it was chosen."""
-        lease = self._chosen.get(request)
-        if lease is None:
-            return
+        """Audit a request now, if it was chosen. A failure is logged, and fails no request."""
+        try:
+            if request in self._chosen:
+                self._audit(request, self._chosen[request])
+        except Exception:  # any type: models raise their own
+            logger.exception("audit failed")
+            self._chosen.pop(request, None)
+
+    def _audit(self, request: Request, lease: Lease) -> None:
         states = partial(self._cache.state_slots, lease)
         with self._cache.scratch(self._runner.num_scratch) as slots:
             if slots is None:
@@ -143,7 +148,7 @@ class Audits:
         first, end = twins[0], twins[-1] + 1
         try:
             distances = self._runner.distances(found[first:end], recomputed[first:end])
-        except RuntimeError:
+        except Exception:  # any type: models raise their own
             logger.exception("audit failed")
             return
         tiers = (DEVICE,) * (end - first)
@@ -185,7 +190,7 @@ class Audits:
         leases = [self._chosen[request] for request in ended]
         for request in ended or [*self._chosen][:1]:
             if is_idle:
-                self._guarded(request)
+                self.audit(request)
             elif request in ended:
                 self._skip(request)
         for lease in leases:
@@ -193,14 +198,6 @@ class Audits:
         if self._is_wrong:
             self._is_wrong = False
             self._on_difference()
-
-    def _guarded(self, request: Request) -> None:
-        """Audit a request. A failure is logged, and fails no request."""
-        try:
-            self.audit(request)
-        except RuntimeError:  # torch's errors are such, out of memory too
-            logger.exception("audit failed")
-            self._chosen.pop(request, None)
 
     def _skip(self, request: Request) -> None:
         lease = self._chosen.pop(request)
