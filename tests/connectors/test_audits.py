@@ -284,15 +284,27 @@ def test_tolerance_is_learned_from_two_computations_of_a_block() -> None:
     harness.half.finish(harness.recompute("first", 3), range(10, 17))
     harness.audits.auditor._share = 0.0
     tolerance = harness.audits.auditor.tolerance
-    for number in range(MIN_LEARNED + 1):
+    for number in range(MIN_LEARNED):
         assert tolerance.value == CAP
         harness.picks(2)
-        again = harness.recompute(f"{number}", 2, nudge=number % 2)
+        again = harness.recompute(f"{number}", 2, nudge=(number + 1) % 2)
         harness.half.finish(again, range(10, 17))
     assert 0 < tolerance.value < CAP
-    assert harness.outcomes() == {AuditOutcome.EQUAL: 6, AuditOutcome.WITHIN_TOLERANCE: 4}
+    assert harness.outcomes() == {AuditOutcome.EQUAL: 5, AuditOutcome.WITHIN_TOLERANCE: 4}
     unaudited = harness.request("last", TEXT + "s")
     assert harness.asks(unaudited) == len(TEXT), "enough is known"
+    harness.close()
+
+
+def test_prompt_whose_computations_are_equal_is_not_audited_for_ever() -> None:
+    harness = Audited(3)
+    harness.half.finish(harness.recompute("first", 3), range(10, 17))
+    harness.audits.auditor._share = 0.0
+    for number in range(MIN_LEARNED):
+        harness.picks(2)
+        harness.half.finish(harness.recompute(f"{number}", 2), range(10, 17))
+    assert harness.asks(harness.request("last", TEXT + "s")) == len(TEXT)
+    assert harness.audits.auditor.tolerance.value == CAP
     harness.close()
 
 

@@ -183,28 +183,29 @@ class BlockJudge:
         self.auditor = auditor
         self.known: Collection[bytes] = ()
         self._is_exact = is_exact
-        self._num_learned = 0
+        self._num_pairs = 0
 
     @property
     def learns(self) -> bool:
         """Whether a prompt that was audited is to be audited again, to learn the tolerance."""
-        return not self._is_exact and self._num_learned < MIN_LEARNED and bool(self.known)
+        return not self._is_exact and self._num_pairs < MIN_LEARNED and bool(self.known)
 
     def judge(
         self, keys: Sequence[bytes], compared: Mapping[bytes, Compared], piece: AuditedPiece
     ) -> AuditOutcome:
-        """Return the outcome for neighbouring blocks. piece: without the tolerance."""
+        """Return the outcome for neighbouring blocks. piece: without tolerance and block size."""
         if len(compared) < len(keys):
             self.auditor.skip(piece.tier)
             return AuditOutcome.SKIPPED
+        self._num_pairs += not set(self.known).isdisjoint(keys)
         self.known = keys
-        apart = max(each.apart for each in compared.values())
-        if apart:  # equal bits do not show how far apart others may be
+        if apart := max(each.apart for each in compared.values()):
+            # Pairs of equal bits do not show how far apart others may be.
             self.auditor.tolerance.learn(apart)
-            self._num_learned += 1
         distances = np.concatenate([compared[key].distances for key in keys], axis=2)
         tolerance = 0.0 if self._is_exact else self.auditor.tolerance.value
-        return self.auditor.judge(distances, replace(piece, tolerance=tolerance))
+        size = distances.shape[2] // len(keys)
+        return self.auditor.judge(distances, replace(piece, tolerance=tolerance, block_tokens=size))
 
 
 def _distances(fresh: Bytes, stored: Bytes, layers: Layers) -> Distances:
