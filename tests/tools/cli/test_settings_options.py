@@ -39,6 +39,14 @@ def test_option_has_the_default_and_the_help_of_its_setting(kind: type[Any]) -> 
             assert str(params[field.name].default or "") in (str(field.default or ""), "0")
 
 
+def test_audit_is_an_option_of_every_front() -> None:
+    for command in ("vllm-args", "sglang-args --host-capacity 8GiB"):
+        shown = CliRunner().invoke(app, [*command.split(), "--audit", "0.001"])
+        assert '"audit":0.001' in shown.stdout
+        refused = CliRunner().invoke(app, [*command.split(), "--audit", "2"])
+        assert refused.exit_code != 0
+
+
 def test_zero_that_was_given_is_not_the_default() -> None:
     command = typer.Typer()
     seen: dict[str, object] = {}

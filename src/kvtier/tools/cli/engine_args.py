@@ -11,6 +11,7 @@ from typing import Annotated, Final
 import typer
 
 from kvtier.core.config import (
+    AuditConfig,
     CodingConfig,
     DiskConfig,
     HostConfig,
@@ -37,6 +38,7 @@ AsJson = Annotated[
 
 @dataclass(frozen=True)
 class EngineSettings(
+    AuditConfig,
     RequestConfig,
     LoadConfig,
     ModeConfig,
@@ -63,6 +65,7 @@ SETTINGS: Final = (
     "node_tenant",
     "mode",
     "eviction_policy",
+    "audit",
     "record",
     "record_max_bytes",
 )
