@@ -74,6 +74,8 @@ class TransientBlocks:
 
         Returns how many were evicted.
         """
+        if not self._passed:  # as usual
+            return 0
         gone: list[BlockId] = []
         while self._passed and len(gone) < num_blocks:
             block = next(iter(self._passed))
