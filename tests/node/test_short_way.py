@@ -13,12 +13,13 @@ import pytest
 
 from kvtier.core.hot import NATIVE
 from kvtier.node.server.connection import Connection
-from kvtier.node.server.engines import Holdings
+from kvtier.node.server.engines import AttachedEngine, Holdings
 from kvtier.node.server.reservations import OVERDUE_S
 from kvtier.node.wire import protocol
-from tests.node.harness import Bare, LocalNode, local_node
+from tests.node.harness import Bare, LocalNode, bare, local_node
 
 BLOCK = 4 << 10
+KEY = b"one key."
 NUM_KEYS = 400
 SIZES = {"host_capacity": "512KiB", "segment_capacity": "64KiB"}
 
@@ -65,7 +66,7 @@ def slots_in_use(node: LocalNode) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "runs"])
 @pytest.mark.parametrize("seed", range(3))
 def test_short_way_and_long_way_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, seed: int
@@ -152,6 +153,7 @@ def test_an_overdue_block_is_not_known(tmp_path: Path) -> None:
         with closing(late.socket), closing(other.socket):
             numbers = late.enter("late"), other.enter("other")
             keys = [bytes([number]) * 8 for number in range(4)]
+            late.ask(protocol.LookupRequest(4, numbers[0], keys[0]))  # the first takes the long way
             late.ask(protocol.ReserveRequest(5, numbers[0], b"".join(keys[:2])))
             before = other.ask(protocol.ReserveRequest(5, numbers[1], b"".join(keys[:3])))
             assert (before.new, before.known) == (b"\0\0\1", b"\1\1\0")
@@ -159,6 +161,40 @@ def test_an_overdue_block_is_not_known(tmp_path: Path) -> None:
             node.do(lambda: _advance(partition.reservations, 2 * OVERDUE_S))
             after = other.ask(protocol.ReserveRequest(6, numbers[1], b"".join(keys)))
             assert (after.new, after.known) == (b"\0\0\0\1", b"\0\0\0\0")
+
+
+def test_a_request_that_waits_for_a_block_hears_of_its_commit(node: LocalNode) -> None:
+    with bare(node.config.socket) as writer, bare(node.config.socket) as other:
+        numbers = writer.enter("writer"), other.enter("other")
+        writer.ask(protocol.LookupRequest(4, numbers[0], KEY))
+        answer = writer.ask(protocol.ReserveRequest(5, numbers[0], KEY))
+        other.send(protocol.WatchNotice(numbers[1], 77, KEY))
+        other.ask(protocol.LookupRequest(6, numbers[1], KEY))  # after the notice was handled
+        writer.send(protocol.CommitNotice(numbers[0], answer.slots, protocol.pack([0])))
+        ended = other.receive()
+        assert isinstance(ended, protocol.EndedNotice)
+        assert ended.watch == 77
+        assert ended.seconds < OVERDUE_S
+
+
+def test_a_reservation_that_is_never_read_is_given_up(node: LocalNode) -> None:
+    """The process lives on, so its other slots stay in use."""
+    with bare(node.config.socket) as engine:
+        number = engine.enter()
+        engine.ask(protocol.LookupRequest(4, number, KEY))
+        with node.held_up():
+            engine.send(protocol.ReserveRequest(5, number, KEY))
+            engine.socket.close()
+    [partition] = node.node.partitions
+    node.until(lambda: engine_of(node).clients["#1"].connections == {})
+    assert partition.tier.num_used == 0
+    assert node.num_used == 0
+
+
+def engine_of(node: LocalNode) -> AttachedEngine:
+    """Return the only engine."""
+    [engine] = node.server.registry.engines.values()
+    return engine
 
 
 def _advance(reservations: Any, seconds: float) -> None:
