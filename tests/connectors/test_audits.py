@@ -308,6 +308,20 @@ def test_prompt_whose_computations_are_equal_is_not_audited_for_ever() -> None:
     harness.close()
 
 
+def test_computations_by_other_weights_teach_nothing() -> None:
+    """The names of blocks stay, and such KV is unrelated: the tolerance would be the cap."""
+    harness = Audited(0, 0, 0)
+    harness.half.finish(harness.recompute("before", 0), range(10, 17))
+    harness.half.reset()
+    harness.step()
+    harness.fill(ALL_PAGES, seed=2)
+    harness.half.finish(harness.serve("new weights", TEXT, ALL_PAGES), ALL_PAGES)
+    harness.half.finish(harness.recompute("after", 0, seed=2), range(10, 17))
+    assert harness.outcomes() == {AuditOutcome.EQUAL: 2}
+    assert not harness.audits.auditor.tolerance._seen
+    harness.close()
+
+
 def test_audits_over_a_node_and_a_slot_that_it_gave_away(tmp_path: Path) -> None:
     with running(tmp_path) as node:
         harness = Audited(1, 1, node=node.socket)

@@ -81,8 +81,8 @@ def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
 
 def check_share(audit: float) -> None:
     """Raise ``ConfigError`` unless the setting ``audit`` is a share."""
-    if not 0 <= audit <= 1:
-        raise ConfigError(f"audit: {audit} is no share of hits; give a number from 0 to 1")
+    if not (isinstance(audit, int | float) and 0 <= audit <= 1):
+        raise ConfigError(f"audit: {audit!r} is no share of hits; give a number from 0 to 1")
 
 
 def check_storage(locations: Sequence[str]) -> None:

@@ -12,9 +12,10 @@ from kvtier.cache.tokens import Cache
 from kvtier.core.config import CacheConfig
 from kvtier.core.errors import ConfigError
 from kvtier.core.keys import Namespace
-from kvtier.core.types import LoadPolicy
+from kvtier.core.types import DEVICE, HOST, LoadPolicy
 from kvtier.devices import find_device
 from kvtier.layout import DType, full_attention, named_layout
+from kvtier.observe.specs import AUDITS
 from kvtier.serve.engine import Engine, EngineConfig
 from kvtier.testing import host_memory
 from kvtier.tiers import DeviceTier
@@ -86,6 +87,19 @@ def test_kv_that_was_lossy_is_another_on_disk_too(
         exact = ask(engine, prompt)
     assert exact.hit_tokens == {}
     assert same(cold, exact)
+
+
+def test_lossy_kv_of_this_process_is_no_difference(valkey: ValkeyServer, prompt: list[int]) -> None:
+    with Engine(replace(with_store(valkey, "int8"), audit=1.0)) as engine:
+        ask(engine, prompt)
+        assert engine.drain()
+        for _ in range(4):
+            for tier in (DEVICE, HOST):
+                engine.clear_tier(tier)
+            ask(engine, prompt)
+        audited = engine.cache.metrics.take_recent()
+    outcomes = {labels[1] for (metric, labels), _ in audited.items() if metric is AUDITS}
+    assert outcomes == {"within_tolerance"}
 
 
 def test_exact_kv_keeps_its_names() -> None:

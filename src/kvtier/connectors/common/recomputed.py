@@ -176,7 +176,7 @@ class BlockJudge:
 
     Attributes:
         auditor: chooses hits, and judges differences.
-        known: blocks of the last audit: there is an earlier computation of them.
+        known: blocks of the last audit: there is an earlier computation of them, by these weights.
     """
 
     def __init__(self, auditor: Auditor, is_exact: bool = False) -> None:
@@ -197,9 +197,10 @@ class BlockJudge:
         if len(compared) < len(keys):
             self.auditor.skip(piece.tier)
             return AuditOutcome.SKIPPED
-        self._num_pairs += not set(self.known).isdisjoint(keys)
+        pairs = [compared[key].apart for key in keys if key in self.known]
+        self._num_pairs += bool(pairs)
         self.known = keys
-        if apart := max(each.apart for each in compared.values()):
+        if apart := max(pairs, default=0.0):
             # Pairs of equal bits do not show how far apart others may be.
             self.auditor.tolerance.learn(apart)
         distances = np.concatenate([compared[key].distances for key in keys], axis=2)

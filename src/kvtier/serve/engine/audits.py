@@ -60,9 +60,9 @@ class Audits:
         self._runner = runner
         self._info = info
         self._on_difference = on_difference
-        self._elsewhere = ELSEWHERE[info.dtype]
+        self._here, self._elsewhere = 0.0, ELSEWHERE[info.dtype]
         if lossy_codec(cache.config.coding, cache.config.stores):
-            self._elsewhere = CAP  # KV that passed through such a store is not exact
+            self._here = self._elsewhere = CAP  # KV that passed through such a store is not exact
         self._chosen: dict[Request, Lease] = {}
         self._is_wrong = False
         self.written = ComputedBlocks()
@@ -171,7 +171,7 @@ class Audits:
             tiers[worst],
             namespace,
             first * size,
-            self._elsewhere if age_s is None else 0.0,
+            self._elsewhere if age_s is None else self._here,
             "another process, or this one long ago" if age_s is None else "this process",
             age_s,
             self._runner.has_first_layer,

@@ -174,7 +174,7 @@ class LinkerAudits:
 
     def reset(self) -> None:
         """Forget the audit in flight, whose pages are forgotten."""
-        self._current = None
+        self._current, self._judge.known = None, ()
 
     def close(self, timeout_s: float) -> bool:
         """Return whether nothing is compared any more."""

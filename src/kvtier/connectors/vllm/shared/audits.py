@@ -204,7 +204,7 @@ class HitAudits:
         """Forget the audit in flight, whose blocks nothing holds any more."""
         if self._current is not None:
             self._current.audit = None
-        self._current = None
+        self._current, self._judge.known = None, ()
 
     # -- to judge ----------------------------------------------------------------------------------
 
