@@ -164,7 +164,9 @@ def test_a_decode_server_alone_keeps_what_it_receives(
     alone: Answers, without: dict[str, list[Answer]], tmp_path: Path
 ) -> None:
     decode = over_nixl(NIXL, own_connector(**_settings(tmp_path / "disk")))
-    with prefill_decode(tmp_path, NIXL, decode) as pair:
+    # KvtierConnector turns this off, and NIXL refuses a server that has it on.
+    alike = ["--disable-hybrid-kv-cache-manager"]
+    with prefill_decode(tmp_path, NIXL, decode, prefill_options=alike) as pair:
         replies = [pair.ask(tokens) for tokens in TOKENS[:FEW]]
         assert _answers(decoded for _, decoded in replies) == without["cold"]
         pair.reset_pools()
