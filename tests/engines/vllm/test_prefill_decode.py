@@ -224,6 +224,8 @@ def test_kvtier_is_the_only_medium_between_two_servers(
         assert _answers(replies) == _answers(cold)
 
         def decode(tokens: list[int]) -> tuple[Reply, ...]:
+            # Again: an engine's first prompt is not stored if the node opens its room late.
+            pair.prefill.ask(tokens, max_tokens=1)
             return (pair.decode.ask(tokens),)
 
         loaded = [
