@@ -102,8 +102,7 @@ def test_vllms_half_is_not_called_where_nothing_moves(monkeypatch: pytest.Monkey
         replica.begin(*[PAGE + 2] * NUM_RUNNING)
         for _ in range(5):
             replica.step()
-        while replica.is_pending:
-            replica.step()
+        replica.settle()
         for _ in range(3 * PAGE):  # a copy may end late, and a page may be full meanwhile
             called.clear()
             replica.step()
