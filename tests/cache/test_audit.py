@@ -161,6 +161,13 @@ def test_the_tolerance_is_learned_and_never_above_the_cap() -> None:
     assert tolerance.value == CAP
 
 
+def test_the_greatest_distance_counts_although_smaller_ones_follow() -> None:
+    tolerance = Tolerance()
+    for distance in (0.04, *[0.001] * MIN_LEARNED):
+        tolerance.learn(distance)
+    assert tolerance.value == pytest.approx(FACTOR * 0.04)
+
+
 def test_an_engine_that_promises_equal_bits_is_held_to_them() -> None:
     tolerance = Tolerance()
     for _ in range(MIN_LEARNED):

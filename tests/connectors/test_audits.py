@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier.cache.audit import CAP, MIN_LEARNED, AuditOutcome
 from kvtier.cache.block_cache import BlockState
-from kvtier.connectors.common.recomputed import MAX_BLOCKS
+from kvtier.cache.transfer.ranks import Compared
+from kvtier.connectors.common.recomputed import MAX_BLOCKS, TokenPlaces, _distances
 from kvtier.connectors.vllm.shared.key_scope import KeyScope
 from kvtier.core.types import CacheMode
+from kvtier.layout import DType
 from kvtier.observe.specs import AUDITS
 from kvtier.tiers import HostTier
 from tests.connectors.kv_harness import NOTHING_CACHED, PAGE, SLOT_BYTES, KvHarness
@@ -175,6 +178,23 @@ def test_wrong_shard_of_one_rank_is_a_difference() -> None:
     harness.recompute("audited", 0)
     assert harness.outcomes() == {AuditOutcome.DIFFERENT: 1}
     harness.close()
+
+
+def test_stages_of_unlike_length_show_a_difference_in_any_layer() -> None:
+    first, second = Compared(np.zeros((3, 2, PAGE), np.float32)), np.zeros((2, 2, PAGE), np.float32)
+    second[1, 1, 2] = 0.5
+    for both in (first.and_also(Compared(second)), Compared(second).and_also(first)):
+        assert both.distances.max((0, 1)).tolist() == [0, 0, 0.5, 0]
+
+
+def test_layers_of_several_kinds_show_a_difference_in_any_tensor() -> None:
+    places = np.arange(PAGE * 2, dtype=np.int32).reshape(1, PAGE, 2)
+    one, two, three = (TokenPlaces(DType.FLOAT16, at, places) for at in (0, 8, 16))
+    fresh = np.ones(24, np.float16)
+    stored = fresh.copy()
+    stored[8] = 2  # in the second tensor of the first layer
+    found = _distances(fresh.view(np.uint8), stored.view(np.uint8), [[one, two], [three]])
+    assert (found.max((1, 2)) > 0).tolist() == [True, False]
 
 
 def test_block_of_another_prompt_is_a_difference_in_every_token() -> None:

@@ -54,12 +54,12 @@ def audits_of(engine: Engine) -> Any:
     return found
 
 
-def spoil(engine: Engine, prompt: list[int], block: int, salt: str = "") -> None:
+def spoil(engine: Engine, prompt: list[int], block: int, salt: str = "", by: float = 1.0) -> None:
     """Change one number of a block on the device. Call it on the engine's thread."""
     labels = engine._labels(prompt, ONE)
     places = engine.cache.places(DEVICE, engine.namespace_of(salt), labels)[1]
     pool: Any = engine._runner._pool  # type: ignore[attr-defined]
-    pool._views[1][1][int(places[block]) * SMALL.block_size, 0, 0] += 1.0  # type: ignore[arg-type]
+    pool._views[1][1][int(places[block]) * SMALL.block_size, 0, 0] += by  # type: ignore[arg-type]
 
 
 def always(engine: Engine, piece: int) -> None:
@@ -140,6 +140,33 @@ def test_a_window_that_was_one_too_long_is_found(
         if "different" in counts(engine):
             return
     raise AssertionError("not found")
+
+
+def test_kv_that_the_disk_had_is_not_of_this_process_that_computed_it_too(
+    make: Make, tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk keeps what it had. The other process may have rounded otherwise."""
+    cache = CacheConfig(
+        disk_path=str(tmp_path), disk_capacity="16MiB", load_policy=LoadPolicy.ALWAYS
+    )
+    first = make(replace(AUDITED, cache=cache))
+    ask(first, prompt, ONE)
+    first.close()
+    engine = make(replace(AUDITED, cache=cache))
+    fetch = engine._scheduler._fetch
+
+    def compute(request: Any) -> bool:
+        request.may_load = False  # as after a late load
+        return fetch(request)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._scheduler, "_fetch", compute)
+        assert ask(engine, prompt, ONE).num_cached_tokens == 0
+    engine.clear_tier(DEVICE)
+    labels = engine._labels(prompt, ONE)
+    match = engine.call(lambda: engine.cache.match(engine.namespace_of(""), labels))
+    assert match.tiers[0] == DISK
+    assert {audits_of(engine).written.age_s(block) for block in match.blocks} == {None}
 
 
 # -- which, when and at what price -----------------------------------------------------------------
@@ -264,6 +291,15 @@ def test_an_explanation_says_what_was_audited(make: Make, prompt: list[int]) -> 
 def test_no_share_is_refused() -> None:
     with pytest.raises(ConfigError, match="audit: 2 is no share of hits"):
         EngineConfig(audit=2)
+
+
+def test_kv_of_this_process_must_have_equal_bits(make: Make, prompt: list[int]) -> None:
+    engine = make(AUDITED)
+    ask(engine, prompt, ONE)
+    always(engine, 0)
+    engine.call(lambda: spoil(engine, prompt, block=0, by=1e-5))
+    ask(engine, prompt, ONE)
+    assert counts(engine) == {"different": 1}
 
 
 # -- free audits -----------------------------------------------------------------------------------

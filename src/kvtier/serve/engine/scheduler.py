@@ -310,10 +310,15 @@ class Scheduler:
         assert lease is not None
         computed = min(request.num_computed, len(request.prompt))
         num_blocks = computed // grid * grid // self._info.block_size
-        if request.labels and num_blocks > (first := lease.num_shared):
+        if request.labels and num_blocks > lease.num_shared:
+            if self._audits is None:
+                self._cache.commit(lease, num_blocks)
+                return
+            # A tier may have some of them already, as another process computed them.
+            known = self._cache.match(request.namespace, request.labels[:num_blocks])
+            num_known = max(known.num_blocks, lease.num_shared)
             self._cache.commit(lease, num_blocks)
-            if self._audits is not None:
-                self._audits.written.note(lease.blocks[first:])
+            self._audits.written.note(lease.blocks[num_known:])
 
     def _others_computed_more(self, request: Request) -> bool:
         """Whether more of the prompt was committed since the lease was taken."""
