@@ -145,6 +145,7 @@ def test_the_device_and_the_host_measure_the_same(name: str) -> None:
     wrong = tensors[0].float()
     wrong[0, 0] = float("nan")
     assert device_distances(wrong, tensors[1].float())[0] == float("inf")
+    assert device_distances(wrong, wrong.clone()) == [0.0] * TOKENS, "it overflows every time"
 
 
 # -- tolerance -------------------------------------------------------------------------------------

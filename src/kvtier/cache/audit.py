@@ -205,7 +205,7 @@ def device_distances(found: Any, recomputed: Any) -> list[float]:
     if ours.equal(theirs):
         return [0.0] * len(ours)
     distances = (ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp_min(_LEAST)
-    differs = (ours != theirs).any(dim=1)
+    differs = ((ours != theirs) & ~(ours.isnan() & theirs.isnan())).any(dim=1)
     # Squares of tiny numbers are 0; NaN is no distance, and must not pass for one.
     distances = distances.nan_to_num(float("inf")).clamp_min(_LEAST).where(differs, 0.0)
     as_list: list[float] = distances.tolist()
