@@ -62,8 +62,8 @@ def test_each_piece_of_a_hit_has_the_same_probability() -> None:
     assert len(chosen) == 5
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
-def test_no_share_is_refused_in_one_sentence(share: float) -> None:
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan"), "0.001", None, True])
+def test_no_share_is_refused_in_one_sentence(share: object) -> None:
     with pytest.raises(ConfigError, match=r"^audit: .* is no share of hits; give a number from"):
         check_share(share)
 

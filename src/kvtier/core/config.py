@@ -79,9 +79,10 @@ def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
     return parse_size(text, field)
 
 
-def check_share(audit: float) -> None:
+def check_share(audit: object) -> None:
     """Raise ``ConfigError`` unless the setting ``audit`` is a share."""
-    if not (isinstance(audit, int | float) and 0 <= audit <= 1):
+    is_number = isinstance(audit, int | float) and not isinstance(audit, bool)
+    if not (is_number and 0 <= audit <= 1):
         raise ConfigError(f"audit: {audit!r} is no share of hits; give a number from 0 to 1")
 
 
