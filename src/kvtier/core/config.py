@@ -81,8 +81,7 @@ def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
 
 def check_share(audit: object) -> None:
     """Raise ``ConfigError`` unless the setting ``audit`` is a share."""
-    is_number = isinstance(audit, int | float) and not isinstance(audit, bool)
-    if not (is_number and 0 <= audit <= 1):
+    if isinstance(audit, bool) or not (isinstance(audit, int | float) and 0 <= audit <= 1):
         raise ConfigError(f"audit: {audit!r} is no share of hits; give a number from 0 to 1")
 
 
