@@ -285,7 +285,7 @@ def test_an_explanation_says_what_was_audited(make: Make, prompt: list[int]) -> 
     always(engine, 2)
     explained = ask(engine, prompt, ONE, explain=True).explanation
     assert explained is not None
-    assert "tokens 64 to 96 were computed again and compared: equal" in explained.notes
+    assert "tokens 64-95 were computed again and compared: equal" in explained.notes
 
 
 def test_no_share_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -98,3 +100,30 @@ def test_store_that_will_refuse_again_is_refused_with_the_reason(
     with pytest.raises(ConfigError, match=sentence):
         keeper.test()
     keeper.close()
+
+
+SLOW_WAKER = """
+import sys, time
+from asyncio.selector_events import BaseSelectorEventLoop
+from kvtier.tiers.remote.pruning import make_keeper
+
+wake = BaseSelectorEventLoop._write_to_self
+
+def slowly(loop):
+    wake(loop)
+    time.sleep(0.05)
+
+BaseSelectorEventLoop._write_to_self = slowly
+make_keeper(sys.argv[1]).test()
+"""
+"""A client's thread is still in the interpreter when it has handed over its last result."""
+
+
+def test_process_ends_while_a_thread_of_the_client_is_in_the_interpreter(
+    liar: ScriptedBucket,
+) -> None:
+    url = f"s3://{BUCKET}/x?endpoint={liar.url}"
+    ended = subprocess.run(
+        [sys.executable, "-c", SLOW_WAKER, url], check=False, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

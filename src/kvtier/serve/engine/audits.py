@@ -109,8 +109,8 @@ class Audits:
         tiers = lease.decision.match.tiers[first:]
         outcome = self._judge(distances, lease.namespace, first, lease.blocks[first:], tiers)
         said = outcome.value.replace("_", " ")
-        end = start + len(tokens)
-        request.audit = f"tokens {start} to {end} were computed again and compared: {said}"
+        last = start + len(tokens) - 1
+        request.audit = f"tokens {start:,}-{last:,} were computed again and compared: {said}"
 
     def _start(self, num_cached: int, states: Callable[[int], Sequence[Slot] | None]) -> int:
         """Return the first token of a chunk among the cached tokens, each with the same chance.

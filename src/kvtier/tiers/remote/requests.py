@@ -7,6 +7,7 @@ import atexit
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from functools import cache
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Final, TypeVar
@@ -19,7 +20,17 @@ Request = Callable[[], Coroutine[Any, Any, Result]]
 
 EXIT_S: Final = 1.0
 SETTLE_S: Final = 0.1
-"""Time for a client's own threads to notice that their requests were cancelled."""
+"""Time for a client's own threads to leave the interpreter: they hand over a result, or notice that
+their request was cancelled."""
+
+
+@cache
+def settle_at_exit() -> None:
+    """Wait at interpreter exit, after all loops have ended, until a client's threads have left it.
+
+    A thread of another language that enters the interpreter later aborts the process.
+    """
+    atexit.register(time.sleep, SETTLE_S)
 
 
 class RequestLoop:
@@ -37,6 +48,7 @@ class RequestLoop:
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._is_ending = False
+        settle_at_exit()
         atexit.register(self._end)
 
     def _run(self) -> None:
@@ -119,13 +131,9 @@ class RequestLoop:
         self._thread.join(timeout_s)
 
     def _end(self) -> None:
-        """Close at interpreter exit, if that was not done before.
-
-        Otherwise a client's thread that enters the interpreter later would crash the process.
-        """
+        """Close at interpreter exit, if that was not done before."""
         self._is_ending = True
         self.close(EXIT_S)
-        time.sleep(SETTLE_S)
 
 
 def _ending(done: Future[Any]) -> Any:

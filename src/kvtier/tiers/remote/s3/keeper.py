@@ -11,6 +11,7 @@ from kvtier.core.errors import CacheError, ConfigError
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
 from kvtier.tiers.remote.keeper import Entry, EntryBlocks, StoreKeeper
 from kvtier.tiers.remote.location import Location
+from kvtier.tiers.remote.requests import settle_at_exit
 from kvtier.tiers.remote.s3.manifests import MAX_BYTES, Manifest
 from kvtier.tiers.remote.s3.objects import Listed, Missing, Objects, Taken
 from kvtier.tiers.remote.s3.opening import S3Options
@@ -37,6 +38,7 @@ class S3Keeper(StoreKeeper):
     age = "written {} ago"
 
     def __init__(self, location: Location, options: S3Options) -> None:
+        settle_at_exit()
         self.where = str(location)
         self._bucket = location.host
         self._objects = Objects(location, options)
