@@ -209,7 +209,7 @@ def test_no_more_blocks_are_compared_than_a_rank_has_room_for() -> None:
     harness = Audited(0, text=TEXT * 3, num_slots=32)
     request = harness.request("audited", TEXT * 3 + "s")
     assert harness.asks(request) == 0
-    assert len(harness.half.begin(request).state.audit.keys) == MAX_BLOCKS
+    assert len(harness.audits.of(harness.half.begin(request).state).keys) == MAX_BLOCKS
     harness.close()
 
 
@@ -285,7 +285,8 @@ def test_blocks_that_the_planner_computes_are_audited_for_nothing() -> None:
     request = harness.request("declined", TEXT + "s")
     tracked = harness.half.begin(request)
     harness.half.num_to_load(tracked, 0)
-    tracked.state.may_audit, tracked.state.declined = True, set(tracked.keys[3:])
+    tracked.state.declined = set(tracked.keys[3:])
+    harness.audits._considered.clear()
     assert harness.audits.begin(tracked.state, 0, 3 * PAGE, False) is False, "nothing is cut"
     harness.gets_pages(request, range(10, 17), 3 * PAGE)
     harness.step()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 from kvtier.cache.audit import AuditedPiece, Auditor, AuditOutcome, ComputedBlocks
 from kvtier.cache.block_cache import BlockCache, BlockState, Held
@@ -33,6 +34,7 @@ class HitAudit:
     """Audit of one hit.
 
     Attributes:
+        state: its request.
         keys: the audited blocks, neighbours in the prompt and of one KV group.
         first: position of their first token in the prompt.
         tier: tier that had them.
@@ -41,6 +43,7 @@ class HitAudit:
         compared: results, of the ranks that have reported.
     """
 
+    state: RequestState
     keys: Sequence[bytes]
     first: int
     tier: str
@@ -82,7 +85,8 @@ class HitAudits:
         self._has_storage = has_storage
         self._judge = BlockJudge(self.auditor, is_exact)
         self._requests = requests
-        self._current: RequestState | None = None
+        self._current: HitAudit | None = None
+        self._considered = WeakSet[RequestState]()
 
     @property
     def _namespace(self) -> bytes:
@@ -110,9 +114,9 @@ class HitAudits:
             num: tokens to load behind them.
             is_busy: whether another request is loading.
         """
-        if not self._share or not state.may_audit:
+        if not self._share or state in self._considered:
             return False
-        state.may_audit = False
+        self._considered.add(state)
         is_chosen = num > 0 and self.auditor.chooses()
         learns = self._judge.learns
         if not (is_chosen or learns or state.declined):
@@ -132,14 +136,16 @@ class HitAudits:
         elif cuts:
             keys = keys[self.auditor.piece(len(keys)) :]
             state.limit = ends[keys[0]] - 1
-        self._current, state.audit = state, self._audit(keys, ends)
+        self._current = self._audit(state, keys, ends)
         return cuts
 
     def _ready(self, state: RequestState, keys: Iterable[bytes]) -> list[bytes]:
         met, memory = state.lookup.met, BlockState.MEMORY
         return [key for key in keys if met[key] is memory and state.is_shared(key)]
 
-    def _audit(self, keys: Sequence[bytes], ends: Mapping[bytes, int]) -> HitAudit:
+    def _audit(
+        self, state: RequestState, keys: Sequence[bytes], ends: Mapping[bytes, int]
+    ) -> HitAudit:
         """Return an audit of the first blocks, as many as are neighbours of one group and tier."""
         groups = [group.group_id for group in self._names.facts.groups]
         group = keys[0][-GROUP_BYTES:]
@@ -151,13 +157,18 @@ class HitAudits:
             if not (is_next and key.endswith(group) and tier == tiers[0]):
                 break
             run.append(key)
-        return HitAudit(run, first, tiers[0], set(run))
+        return HitAudit(state, run, first, tiers[0], set(run))
 
     # -- to compare --------------------------------------------------------------------------------
 
+    def of(self, state: RequestState | None) -> HitAudit | None:
+        """Return the audit in flight, if it is of this request's hit."""
+        audit = self._current
+        return audit if audit is not None and audit.state is state else None
+
     def take(self, state: RequestState, keys: Iterable[bytes]) -> tuple[Sequence[bytes], Held]:
         """Hold audited blocks that a request has computed now, as far as they are in memory yet."""
-        audit = state.audit
+        audit = self.of(state)
         due = [] if audit is None else [key for key in keys if key in audit.due]
         if audit is None or not due:
             return (), Held(())
@@ -165,12 +176,12 @@ class HitAudits:
         states = self._cache.lookup(due).states
         found = [key for key, at in zip(due, states, strict=True) if at is BlockState.MEMORY]
         audit.held.update(found)
-        self._judge_if_over(state)
+        self._judge_if_over(audit)
         return found, self._cache.hold(found)
 
     def hear(self, compared: Mapping[bytes, Compared]) -> None:
         """Note results of some ranks."""
-        audit = self._current and self._current.audit
+        audit = self._current
         for key, theirs in compared.items():
             if audit and key in audit.held:
                 ours = audit.compared.get(key)
@@ -183,36 +194,33 @@ class HitAudits:
 
         is_right: whether what they copied is the KV of the blocks.
         """
-        audit = state and state.audit
+        audit = self.of(state)
         mine = audit.held.intersection(keys) if audit else ()
-        if not state or not audit or not mine:
+        if not audit or not mine:
             return keys
         self._cache.release(mine)
         audit.held.difference_update(mine)
         for key in () if is_right else mine:
             audit.compared.pop(key, None)
-        self._judge_if_over(state)
+        self._judge_if_over(audit)
         return [key for key in keys if key not in mine]
 
     def finish(self, state: RequestState) -> None:
         """Note that a request has finished: it computes no more."""
-        if state.audit is not None:
-            state.audit.due.clear()
-            self._judge_if_over(state)
+        if (audit := self.of(state)) is not None:
+            audit.due.clear()
+            self._judge_if_over(audit)
 
     def reset(self) -> None:
         """Forget the audit in flight, whose blocks nothing holds any more."""
-        if self._current is not None:
-            self._current.audit = None
         self._current, self._judge.known = None, ()
 
     # -- to judge ----------------------------------------------------------------------------------
 
-    def _judge_if_over(self, state: RequestState) -> None:
-        audit = state.audit
-        if audit is None or audit.due or audit.held:
+    def _judge_if_over(self, audit: HitAudit) -> None:
+        if audit.due or audit.held:
             return
-        state.audit = self._current = None
+        self._current = None
         age_s = self._cache.age_s(audit.keys[0])
         piece = AuditedPiece(
             audit.tier,

@@ -288,7 +288,7 @@ class TierManager:
         """Return blocks to store, and audited ones among ``keys`` to compare."""
         if state is not None:
             self._describe(new.keys, state)
-        if state is None or state.audit is None:
+        if state is None or self.audits.of(state) is None:
             return BlocksToStore(new.keys, BlockSlots(new.slots, guard=new.guard), new.evicted)
         audited, held = self.audits.take(state, keys)
         slots = dict(zip((*new.keys, *audited), (*new.slots, *held.slots), strict=True))

@@ -12,16 +12,13 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtier.cache.block_cache import BlockState
 from kvtier.connectors.vllm.shared.key_scope import ALL, Doubt, KeyScope
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks
 from kvtier.core.errors import printable
 from kvtier.plan.decide import Awaited, GivenUp, Wait
-
-if TYPE_CHECKING:
-    from kvtier.connectors.vllm.shared.audits import HitAudit
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +105,6 @@ class RequestState:
     """No block that ends beyond this token is loaded."""
     declined: set[bytes] = field(default_factory=set)
     """Blocks that were found but are recomputed, because loading would take longer."""
-    may_audit: bool = True
-    """Whether its hit was not considered for an audit yet."""
-    audit: HitAudit | None = None
-    """Audit of its hit, from the choice to the result."""
 
     # -- phases ------------------------------------------------------------------------------------
 
