@@ -149,7 +149,8 @@ VLLM_SETTINGS := $(if $(filter 0.18.% 0.19.%,$(VLLM)),LD_PRELOAD=$(CURDIR)/$(VLL
 # Of the quick ones four start an engine; the others ask vLLM's classes.
 VLLM_QUICK := $(addprefix tests/engines/vllm/test_,contract.py manager.py secondary.py stores.py waiting_benchmark.py \
 	grid_steps.py grid.py::test_hit_has_the_bits_of_a_miss[connector] \
-	record.py::test_scheduler_records_what_was_computed disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
+	record.py::test_scheduler_records_what_was_computed disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk \
+	audit.py::test_what_was_stored_wrong_is_found[swapped-faulty])
 
 test-vllm: peers-ascend vllm-tests
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from kvtier.cache.audit import (
@@ -21,14 +21,12 @@ from kvtier.cache.audit import (
     Distances,
     Quarantine,
     Tolerance,
-    device_distances,
-    host_distances,
     likely_cause,
+    token_distances,
 )
 from kvtier.core.config import check_share
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import BlockId
-from kvtier.layout import DType
 from kvtier.observe import Metrics
 from kvtier.observe.specs import AUDITS
 
@@ -71,81 +69,59 @@ def test_no_share_is_refused_in_one_sentence(share: object) -> None:
 # -- distances -------------------------------------------------------------------------------------
 
 
-def numbers(dtype: DType, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """Return the bytes of random numbers: [TOKENS, NUMBERS * itemsize]."""
-    made = np.random.default_rng(seed).standard_normal((TOKENS, NUMBERS)).astype(np.float32)
-    if dtype is DType.FLOAT32:
-        return made.view(np.uint8)
-    if dtype is DType.FLOAT16:
-        return made.astype(np.float16).view(np.uint8)
-    if dtype is DType.BFLOAT16:
-        return (made.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+def numbers(dtype: str, seed: int = 0) -> Any:
+    """Return random numbers, [TOKENS, NUMBERS], and their bytes, which share memory."""
     torch = pytest.importorskip("torch")
-    as_bytes: npt.NDArray[np.uint8] = (
-        torch.from_numpy(made).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    )
-    return as_bytes
+    made = np.random.default_rng(seed).standard_normal((TOKENS, NUMBERS)).astype(np.float32)
+    tensor = torch.from_numpy(made).to(getattr(torch, dtype))
+    return tensor, tensor.view(torch.uint8)
 
 
-FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_unrelated_kv_is_far_beyond_the_cap_and_equal_kv_at_0(dtype: DType) -> None:
-    ours, theirs = numbers(dtype), numbers(dtype, seed=1)
-    assert not host_distances(ours, ours.copy(), dtype).any()
-    found = host_distances(ours, theirs, dtype)
-    assert found == pytest.approx(np.sqrt(2), rel=0.35)
-    assert found.min() > 3 * CAP
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_a_last_token_that_is_missing_is_found(dtype: DType) -> None:
-    ours, theirs = numbers(dtype), numbers(dtype)
-    ours[-1] = 0
-    assert host_distances(ours, theirs, dtype).tolist() == [0.0] * (TOKENS - 1) + [1.0]
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_the_lowest_bit_of_one_number_is_no_0(dtype: DType) -> None:
-    ours, theirs = numbers(dtype), numbers(dtype)
-    ours[2, 0] ^= 1
-    found = host_distances(ours, theirs, dtype)
-    assert found.nonzero()[0].tolist() == [2]
-    assert found[2] < 0.2
-
-
-def test_tiny_numbers_whose_squares_are_0_differ() -> None:
-    ours, theirs = (np.full((1, 4), value, np.float32).view(np.uint8) for value in (0, 1e-30))
-    assert host_distances(ours, theirs, DType.FLOAT32)[0] > 0
-
-
-def test_what_is_no_number_is_infinitely_far() -> None:
-    ours, theirs = numbers(DType.FLOAT32), numbers(DType.FLOAT32)
-    ours.view(np.float32)[1, 3] = np.nan
-    assert host_distances(ours, theirs, DType.FLOAT32)[1] == np.inf
-    assert host_distances(ours, theirs, DType.UINT8)[1] == np.inf, "unknown numbers"
+each_dtype = pytest.mark.parametrize(
+    "dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+)
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
-def test_the_device_and_the_host_measure_the_same(name: str) -> None:
-    import torch
+@each_dtype
+def test_unrelated_kv_is_far_beyond_the_cap_and_equal_kv_at_0(dtype: str) -> None:
+    (ours, _), (theirs, _) = numbers(dtype), numbers(dtype, seed=1)
+    assert token_distances(ours, ours.clone()) == [0.0] * TOKENS
+    found = token_distances(ours, theirs)
+    assert found == pytest.approx([np.sqrt(2)] * TOKENS, rel=0.35)
+    assert min(found) > 3 * CAP
 
-    dtype = DType.FLOAT8 if name.startswith("float8") else DType(name)
-    ours, theirs = numbers(dtype), numbers(dtype)
-    ours[1] = numbers(dtype, seed=1)[1]
-    ours[3, 0] ^= 1
-    ours[5] = 0
-    tensors = [torch.from_numpy(part).view(getattr(torch, name)) for part in (ours, theirs)]
-    found = device_distances(*(part.view(TOKENS, 4, -1) for part in tensors))
-    assert found == pytest.approx(host_distances(ours, theirs, dtype).tolist(), rel=1e-5)
-    assert found[0] == found[2] == found[4] == 0
-    assert min(found[1], found[3], found[5]) > 0
-    wrong = tensors[0].float()
-    wrong[0, 0] = float("nan")
-    assert device_distances(wrong, tensors[1].float())[0] == float("inf")
-    assert device_distances(wrong, wrong.clone()) == [0.0] * TOKENS, "it overflows every time"
+
+@pytest.mark.engine
+@each_dtype
+def test_a_last_token_that_is_missing_is_found(dtype: str) -> None:
+    (ours, as_bytes), (theirs, _) = numbers(dtype), numbers(dtype)
+    as_bytes[-1] = 0
+    assert token_distances(ours, theirs) == [0.0] * (TOKENS - 1) + [1.0]
+
+
+@pytest.mark.engine
+@each_dtype
+def test_the_lowest_bit_of_one_number_is_no_0(dtype: str) -> None:
+    (ours, as_bytes), (theirs, _) = numbers(dtype), numbers(dtype)
+    as_bytes[2, 0] ^= 1
+    found = token_distances(ours.view(TOKENS, 4, -1), theirs.view(TOKENS, 4, -1))
+    assert [at for at, distance in enumerate(found) if distance] == [2]
+    assert found[2] < 0.2
+
+
+@pytest.mark.engine
+def test_tiny_numbers_whose_squares_are_0_differ() -> None:
+    (ours, _), (theirs, _) = numbers("float32"), numbers("float32")
+    assert token_distances(ours.fill_(0), theirs.fill_(1e-30))[0] > 0
+
+
+@pytest.mark.engine
+def test_what_is_no_number_is_infinitely_far() -> None:
+    (ours, _), (theirs, _) = numbers("float32"), numbers("float32")
+    ours[1, 3] = float("nan")
+    assert token_distances(ours, theirs)[1] == float("inf")
+    assert token_distances(ours, ours.clone()) == [0.0] * TOKENS, "it overflows every time"
 
 
 # -- tolerance -------------------------------------------------------------------------------------
@@ -208,7 +184,7 @@ def test_a_skipped_audit_is_counted() -> None:
 def test_a_difference_is_one_log_line_with_the_facts(caplog: pytest.LogCaptureFixture) -> None:
     distances = apart()
     distances[2, 1, 4] = 0.5
-    piece = AuditedPiece("host", NAME, 64, 0.0, writer="this process", age_s=12.3)
+    piece = AuditedPiece("host", NAME, 64, 0.0, age_s=12.3)
     with caplog.at_level(logging.WARNING):
         Auditor(1.0, Metrics()).judge(distances, piece)
         Auditor(1.0, Metrics()).judge(apart(), piece)

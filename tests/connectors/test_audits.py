@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvtier.cache.audit import CAP, MIN_LEARNED, AuditOutcome
 from kvtier.cache.block_cache import BlockState
@@ -19,7 +20,6 @@ from kvtier.cache.transfer.ranks import Compared
 from kvtier.connectors.common.recomputed import MAX_BLOCKS, TokenPlaces, _distances
 from kvtier.connectors.vllm.shared.key_scope import KeyScope
 from kvtier.core.types import CacheMode
-from kvtier.layout import DType
 from kvtier.observe.specs import AUDITS
 from kvtier.tiers import HostTier
 from tests.connectors.kv_harness import NOTHING_CACHED, PAGE, SLOT_BYTES, KvHarness
@@ -189,7 +189,7 @@ def test_stages_of_unlike_length_show_a_difference_in_any_layer() -> None:
 
 def test_layers_of_several_kinds_show_a_difference_in_any_tensor() -> None:
     places = np.arange(PAGE * 2, dtype=np.int32).reshape(1, PAGE, 2)
-    one, two, three = (TokenPlaces(DType.FLOAT16, at, places) for at in (0, 8, 16))
+    one, two, three = (TokenPlaces(torch.float16, at, places) for at in (0, 8, 16))
     fresh = np.ones(24, np.float16)
     stored = fresh.copy()
     stored[8] = 2  # in the second tensor of the first layer

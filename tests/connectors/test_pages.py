@@ -188,6 +188,6 @@ def test_numbers_that_belong_to_no_token_are_unknown() -> None:
     assert tell_tokens({"a": state}, layers[0], pages.pool(1, 64), 0, _facts("float32")) is None
     quantised = torch.zeros(NUM_PAGES, TOKENS, 5, dtype=torch.uint8)
     pages = tell_pages({"a": quantised}, layers := [[LayerSize("a", [20])]], NUM_PAGES)
-    for dtype, is_known in (("fp8", True), ("fp8_e5m2", False), ("nvfp4", False)):
+    for dtype, is_known in (("fp8", True), ("fp8_e5m2", True), ("nvfp4", False)):
         places = tell_tokens({"a": quantised}, layers[0], pages.pool(1, 32), 0, _facts(dtype))
         assert (places is not None) is is_known

@@ -4,7 +4,7 @@ Checksums show that a block is the one that was stored. An audit shows that it i
 computes now. It is for every engine that can compute: one module decides which hits are audited,
 measures and judges differences, and says what is not used any more after one.
 
-    chooses -> piece -> (the engine computes) -> device_distances or host_distances -> judge
+    chooses -> piece -> (the engine computes) -> token_distances -> judge
 
 **Distance.** Of one token in one layer and part (K or V): the norm of the difference over the norm
 of the recomputed vector. A block is judged by the greatest of these: a mean over the block would
@@ -12,13 +12,14 @@ hide a last token that is missing, a mean over layers a single one. 0 is for equ
 Unrelated vectors of equal length are about 1.41 (the square root of 2) apart, a missing token
 (zeros) 1, and KV that was rounded to 8 bits 0.03 to 0.05.
 
-**Tolerance.** 0 where both computations have the same shapes (``kvtier serve``). Elsewhere rounding
-differs, and ``Tolerance`` learns by how much: from pairs of computations of the same block without
-the cache, ``FACTOR`` times the greatest of their distances. That is a maximum over few blocks, and
-a maximum over many more is larger: a factor of 4 covers it, since such distances have no long tail.
-The cap of 0.25 is five times what rounding causes in bfloat16 (0.05 in deep layers) and a fifth of
-1.41. It is all that applies until ``MIN_LEARNED`` pairs were seen. An engine that promises equal
-bits in any batch has distances of 0 there, and so a tolerance of 0.
+**Tolerance.** 0 where this process has made both computations in the same shapes (``kvtier serve``,
+``attach``), and ``ELSEWHERE`` where another one may have made the first. In other shapes rounding
+differs more, and ``Tolerance`` learns by how much: from pairs of computations of the same block
+without the cache, ``FACTOR`` times the greatest of their distances. That is a maximum over few
+blocks, and a maximum over many more is larger: a factor of 4 covers it, since such distances have
+no long tail. The cap of 0.25 is five times what rounding causes in bfloat16 (0.05 in deep layers)
+and a fifth of 1.41. It is all that applies until ``MIN_LEARNED`` pairs were seen. An engine that
+promises equal bits in any batch has distances of 0 there, and so a tolerance of 0.
 
 **Quarantine.** One difference does not tell whether one block is wrong or all that were stored in
 the same way. So the first one in a namespace changes the namespace's name: all that was stored in
@@ -39,7 +40,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,6 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from kvtier.core.types import BlockId
-from kvtier.layout import DType
 from kvtier.observe import Metrics
 from kvtier.observe.specs import AUDITS
 
@@ -69,7 +68,7 @@ _LEAST = float(np.finfo(np.float32).tiny)
 
 
 class AuditOutcome(StrEnum):
-    """AuditOutcome of one audit, as the metric counts it."""
+    """Outcome of one audit, as the metric counts it."""
 
     EQUAL = "equal"
     WITHIN_TOLERANCE = "within_tolerance"
@@ -87,8 +86,7 @@ class AuditedPiece:
         namespace: name under which it was found.
         first: position of its first token in the prompt.
         tolerance: greatest distance that is no difference; 0 for equal numbers only.
-        writer: process that stored it, as far as that is known.
-        age_s: seconds since then; None if it is not known.
+        age_s: seconds since this process stored it; None if it is not known to have done so.
         has_first_layer: whether the first of the distances' layers is the model's first one.
         block_tokens: tokens of each of its blocks; 0 for one block.
     """
@@ -97,10 +95,14 @@ class AuditedPiece:
     namespace: bytes
     first: int
     tolerance: float
-    writer: str = "unknown"
     age_s: float | None = None
     has_first_layer: bool = True
     block_tokens: int = 0
+
+    @property
+    def writer(self) -> str:
+        """The process that stored it, in words."""
+        return "unknown" if self.age_s is None else "this process"
 
 
 class Auditor:
@@ -194,10 +196,10 @@ def likely_cause(distances: Distances, piece: AuditedPiece) -> str:
 # -- distances -------------------------------------------------------------------------------------
 
 
-def device_distances(found: Any, recomputed: Any) -> list[float]:
-    """Return the distance of each token's KV in one layer and part, computed on the device.
+def token_distances(found: Any, recomputed: Any) -> list[float]:
+    """Return the distance of each token's KV in one layer and part, computed where it lies.
 
-    One layer at a time, in float32: the temporary memory is a few times that layer's part.
+    In float32: the temporary memory is a few times that layer's part.
 
     found, recomputed: tensors of torch, [num_tokens, ...], of any dtype that it converts.
     """
@@ -212,46 +214,9 @@ def device_distances(found: Any, recomputed: Any) -> list[float]:
     return as_list
 
 
-def host_distances(
-    found: npt.NDArray[np.uint8], recomputed: npt.NDArray[np.uint8], dtype: DType
-) -> npt.NDArray[np.float32]:
-    """Do the same as ``device_distances`` for bytes in host memory. Returns [num_tokens].
-
-    found, recomputed: bytes of the numbers, [num_tokens, num_bytes], contiguous. Bytes of unknown
-    numbers (``UINT8``) that differ are infinitely far apart. ``FLOAT8`` is read as e4m3.
-    """
-    distances = np.zeros(len(found), np.float32)
-    differs = (found != recomputed).any(axis=1)
-    if not differs.any():
-        return distances
-    distances[differs] = np.inf
-    if dtype is not DType.UINT8:
-        ours, theirs = (_numbers(part[differs], dtype) for part in (found, recomputed))
-        with np.errstate(all="ignore"):
-            size = np.maximum(np.linalg.norm(theirs, axis=1), _LEAST)
-            ratio = np.maximum(np.linalg.norm(ours - theirs, axis=1) / size, _LEAST)
-        distances[differs] = np.nan_to_num(ratio, nan=np.inf)
-    return distances
-
-
-def _numbers(content: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[np.float32]:
-    """Return the numbers in rows of bytes: float32."""
-    if dtype is DType.BFLOAT16:
-        return np.asarray((content.view(np.uint16).astype(np.uint32) << 16).view(np.float32))
-    if dtype is DType.FLOAT8:
-        return np.asarray(_e4m3()[content])
-    numbers: npt.NDArray[np.float32] = content.view(dtype.value).astype(np.float32)
-    return numbers
-
-
-@cache
-def _e4m3() -> npt.NDArray[np.float32]:
-    """Return the value of each byte as a number of 4 bits exponent and 3 bits mantissa."""
-    code = np.arange(256)
-    exponent, mantissa = code >> 3 & 15, code & 7
-    size = np.where(exponent, 8 + mantissa, mantissa) * 2.0 ** (np.maximum(exponent, 1) - 10)
-    size[[0x7F, 0xFF]] = np.nan
-    return np.asarray(np.where(code & 0x80, -size, size), np.float32)
+def stacked(layers: Iterable[Iterable[Sequence[float]]]) -> Distances:
+    """Return the distances of all layers, from those of each layer's parts."""
+    return np.array([[*parts] for parts in layers], np.float32)
 
 
 class Tolerance:
@@ -343,8 +308,3 @@ class Quarantine:
             return "KV that was stored in this namespace before now is not used any more"
         self._closed.add(renamed)
         return "the namespace is not cached any more, until this process is started again"
-
-
-def stacked(layers: Iterable[Iterable[Sequence[float]]]) -> Distances:
-    """Return the distances of all layers, from those of each layer's parts."""
-    return np.array([[*parts] for parts in layers], np.float32)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 from urllib.parse import quote
 
 import pytest
@@ -26,6 +28,13 @@ class _Skipped(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module | None:
     return None if find_spec("vllm") else _Skipped.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Undo what a test sets in the environment: engines of later tests would inherit it."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvtier.cache.audit import (
     MIN_LEARNED,
@@ -22,7 +23,8 @@ from kvtier.cache.audit import (
     Auditor,
     AuditOutcome,
     Distances,
-    host_distances,
+    stacked,
+    token_distances,
 )
 from kvtier.cache.transfer import Job
 from kvtier.cache.transfer.lane import Lane
@@ -31,14 +33,20 @@ from kvtier.connectors.common.paged_pool import GroupPages, PagedPool
 from kvtier.core.errors import DeviceError
 from kvtier.core.types import Slot
 from kvtier.devices import CopyBatch, Device, Direction, Memory
-from kvtier.layout import DType, opaque
+from kvtier.layout import opaque
 from kvtier.tiers import HostTier
 
 MAX_BLOCKS = 8
 """Blocks that are compared per hit, and slots for them."""
 
-KINDS = {"float8_e4m3fn": DType.FLOAT8, **{kind.value: kind for kind in DType}}
-del KINDS["uint8"], KINDS["float8"]
+FLOATS = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+"""Types of numbers that are compared."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -51,19 +59,18 @@ class TokenPlaces:
     Parts are K and V where one tensor has both.
     """
 
-    dtype: DType
+    dtype: torch.dtype
     first: int
     places: npt.NDArray[np.int32]
 
-    def distances(self, fresh: Bytes, stored: Bytes) -> list[npt.NDArray[np.float32]]:
-        """Return the distances of each part: float32 [num_tokens]."""
-        size = self.dtype.itemsize
-        found, recomputed = (
-            block.view(f"u{size}")[self.first :][self.places].view(np.uint8)
-            for block in (stored, fresh)
-        )
-        pairs = zip(found, recomputed, strict=True)
-        return [host_distances(one, other, self.dtype) for one, other in pairs]
+    def distances(self, fresh: Bytes, stored: Bytes) -> list[list[float]]:
+        """Return the distances of each part's tokens."""
+        found, recomputed = map(self._parts, (stored, fresh))
+        return [token_distances(*pair) for pair in zip(found, recomputed, strict=True)]
+
+    def _parts(self, block: Bytes) -> torch.Tensor:
+        numbers = block.view(f"u{self.dtype.itemsize}")[self.first :][self.places]
+        return torch.from_numpy(numbers.view(np.uint8)).view(self.dtype)
 
 
 Layers = Sequence[Sequence[TokenPlaces]]
@@ -213,8 +220,8 @@ def _distances(fresh: Bytes, stored: Bytes, layers: Layers) -> Distances:
     """Return the distances of ``stored`` from ``fresh``."""
     parts = [[part for each in layer for part in each.distances(fresh, stored)] for layer in layers]
     if len({len(layer) for layer in parts}) > 1:  # layers of several kinds
-        parts = [[np.max(layer, axis=0)] for layer in parts]
-    return np.array(parts, np.float32)
+        parts = [[np.max(layer, axis=0).tolist()] for layer in parts]
+    return stacked(parts)
 
 
 def block_bytes(memory: Memory, offset: int, num_bytes: int) -> Bytes:

@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvtier.cache.audit import Distances, device_distances, stacked
+from kvtier.cache.audit import Distances, stacked, token_distances
 from kvtier.core.errors import CacheError
 from kvtier.core.system.memory import available_bytes
 from kvtier.layout import Attention, DType, KVGroup, Part
@@ -327,7 +327,7 @@ class CacheLayers:
 
         def of_piece(piece: Piece) -> list[float]:
             views = (self._view(piece, blocks) for blocks in (found, recomputed))
-            return device_distances(*(part.transpose(1, 2).flatten(0, 1) for part in views))
+            return token_distances(*(part.transpose(1, 2).flatten(0, 1) for part in views))
 
         by_layer = groupby(self.pieces, lambda piece: piece.layer)
         return stacked(map(of_piece, pieces) for _, pieces in by_layer)

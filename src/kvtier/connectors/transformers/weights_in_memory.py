@@ -239,14 +239,14 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _mark(tensor: torch.Tensor) -> Mark:
     """Return the mark of a tensor of any kind."""
-    told: list[object] = [id(tensor) if tensor.is_meta else 0, meaning(tensor)]
+    mark: list[object] = [id(tensor) if tensor.is_meta else 0, meaning(tensor)]
     for part in parts(tensor):
-        told += (part.data_ptr(), part.stride(), part.is_neg(), part.is_conj())
+        mark += (part.data_ptr(), part.stride(), part.is_neg(), part.is_conj())
         if part.device.type == "cpu":
-            told += _checksums([part.contiguous()])
+            mark += _checksums([part.contiguous()])
         else:
-            told.append(_device_checksum(part))
-    return tuple(told)
+            mark.append(_device_checksum(part))
+    return tuple(mark)
 
 
 def _checksums(parts: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:

@@ -209,7 +209,7 @@ class Partition:
     ) -> None:
         """Note what ``SlotLeases.serve_reserve`` has reserved.
 
-        blocks: the new blocks. hashes, sampled: those that the ladder samples.
+        blocks: the new blocks. hashes, sampled: of the blocks that the ladder samples.
         """
         self._ladder.note_arrivals(blocks, ())
         if hashes:

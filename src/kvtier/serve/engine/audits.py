@@ -172,7 +172,6 @@ class Audits:
             namespace,
             first * size,
             self._elsewhere if age_s is None else self._here,
-            "another process, or this one long ago" if age_s is None else "this process",
             age_s,
             self._runner.has_first_layer,
             size,

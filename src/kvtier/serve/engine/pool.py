@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.cache.audit import Distances, device_distances, stacked
+from kvtier.cache.audit import Distances, stacked, token_distances
 from kvtier.core.types import Slot
 from kvtier.devices import Memory
 from kvtier.layout import KVGroup, named_layout
@@ -160,7 +160,7 @@ class KVPool:
 
         def of_part(view: torch.Tensor) -> list[float]:
             blocks = view.view(-1, self.group.block_size, *view.shape[1:])
-            return device_distances(*(blocks.index_select(0, at).flatten(0, 1) for at in places))
+            return token_distances(*(blocks.index_select(0, at).flatten(0, 1) for at in places))
 
         return stacked(map(of_part, parts) for parts in self._views)
 

@@ -412,7 +412,7 @@ class Scheduler:
     def rename(self, settle: Callable[[Request], None], fails_answers: bool = True) -> None:
         """Change the namespaces, because the KV found so far may be another model's, or wrong.
 
-        Requests without a token begin again. Those that computed all of their KV continue.
+        Requests without a token begin again. Requests that computed all of their KV continue.
 
         settle: sets the namespace of a request.
         fails_answers: whether requests that generated tokens from cached KV end with an error.

@@ -193,8 +193,8 @@ class Report:
     compared: Mapping[bytes, Compared] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        told = (self.done, self.hellos, self.failed, self.scrubbed, self.steps, self.pieces)
-        return any((*told, self.breakers, self.has_new_weights, self.compared))
+        reported = (self.done, self.hellos, self.failed, self.scrubbed, self.steps, self.pieces)
+        return any((*reported, self.breakers, self.has_new_weights, self.compared))
 
     def and_also(self, other: Report) -> Report:
         """Combine the reports of several ranks."""

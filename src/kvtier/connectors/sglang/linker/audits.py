@@ -118,7 +118,7 @@ class LinkerAudits:
         return min(num, max(0, self._limits[rid] - first) // self._page_size)
 
     def _begin(self, rid: str, first: int, keys: Sequence[bytes]) -> int:
-        """Return the last token to load. keys: that could be loaded."""
+        """Return the last token to load. keys: of pages that could be loaded."""
         everything = 1 << 62
         self._random.seed(rid)
         is_chosen = self.auditor.chooses()
@@ -143,7 +143,7 @@ class LinkerAudits:
         return first + num_before * self._page_size
 
     def audited(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the pages to compare among those that are about to be stored."""
+        """Return the audited pages among ``keys``, which are to be stored."""
         audit = self._current
         return [] if audit is None else [key for key in audit.keys if key in keys]
 
@@ -160,14 +160,12 @@ class LinkerAudits:
         if audit.num_ended < len(audit.keys):
             return
         self._current = None
-        age_s = self._linked.cache.age_s(audit.keys[0])
         piece = AuditedPiece(
             audit.tier,
             self._names[-1],
             audit.first,
             0.0,
-            "another process, or this one long ago" if age_s is None else "this process",
-            age_s,
+            self._linked.cache.age_s(audit.keys[0]),
         )
         if self._judge.judge(audit.keys, audit.compared, piece) is AuditOutcome.DIFFERENT:
             self._limits.clear()

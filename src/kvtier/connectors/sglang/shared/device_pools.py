@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvtier.connectors.common.paged_pool import PagedPool, PoolShare
-from kvtier.connectors.common.recomputed import KINDS, TokenPlaces
+from kvtier.connectors.common.recomputed import FLOATS, TokenPlaces
 from kvtier.connectors.sglang.shared.ranks import KV, SWA
 from kvtier.core.errors import ConfigError
 
@@ -116,14 +116,12 @@ class DevicePool:
         layers: dict[int, list[TokenPlaces]] = {}
         before = 0
         for buffer in self.buffers:
-            kind = KINDS.get(str(buffer.rows.dtype).removeprefix("torch."))
-            if kind is None or buffer.page_rows != self.page_size:
+            dtype = buffer.rows.dtype
+            if dtype not in FLOATS or buffer.page_rows != self.page_size:
                 return None
-            num_bytes = buffer.share.nbytes
-            places = np.arange(num_bytes // kind.itemsize, dtype=np.int32)
-            tokens = TokenPlaces(
-                kind, before // kind.itemsize, places.reshape(1, self.page_size, -1)
-            )
+            num_bytes, size = buffer.share.nbytes, dtype.itemsize
+            places = np.arange(num_bytes // size, dtype=np.int32).reshape(1, self.page_size, -1)
+            tokens = TokenPlaces(dtype, before // size, places)
             layers.setdefault(buffer.layer, []).append(tokens)
             before += num_bytes
         return [*layers.values()]

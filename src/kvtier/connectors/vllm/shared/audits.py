@@ -38,8 +38,8 @@ class HitAudit:
         keys: the audited blocks, neighbours in the prompt and of one KV group.
         first: position of their first token in the prompt.
         tier: tier that had them.
-        due: those that the request has not computed yet.
-        held: those that the ranks compare now.
+        due: blocks that the request has not computed yet.
+        held: blocks that the ranks compare now.
         compared: results, of the ranks that have reported.
     """
 
@@ -221,14 +221,12 @@ class HitAudits:
         if audit.due or audit.held:
             return
         self._current = None
-        age_s = self._cache.age_s(audit.keys[0])
         piece = AuditedPiece(
             audit.tier,
             self.auditor.quarantine.names(self._namespace)[-1],
             audit.first,
             0.0,
-            "another process, or this one long ago" if age_s is None else "this process",
-            age_s,
+            self._cache.age_s(audit.keys[0]),
             self._names.facts.pp_size == 1,
         )
         outcome = self._judge.judge(audit.keys, audit.compared, piece)

@@ -21,14 +21,16 @@ import numpy as np
 import torch
 
 from kvtier.connectors.common.paged_pool import PagedPool, PoolShare
-from kvtier.connectors.common.recomputed import KINDS, TokenPlaces
+from kvtier.connectors.common.recomputed import FLOATS, TokenPlaces
 from kvtier.connectors.vllm.shared.names import EngineFacts
 from kvtier.core.errors import LayoutError
 from kvtier.devices import Memory
-from kvtier.layout import DType
 
 Cache = torch.Tensor | Sequence[torch.Tensor]
 """KV of one layer, as an engine registers it."""
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8 = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2}
+"""Numbers that vLLM keeps as bytes, by its name for the type of KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,23 +173,22 @@ def _token_places(
     apart = [1 - axis] if part.ndim == 5 else []
     others = [at for at in range(part.ndim) if at not in (axis, *apart)]
     tokens = next((at for at in others[:-1] if part.size(at) * num_rows == num_tokens), None)
-    is_fp8 = part.dtype is torch.uint8 and facts.dtype in ("fp8", "fp8_e4m3")
-    kind = DType.FLOAT8 if is_fp8 else KINDS.get(str(part.dtype).removeprefix("torch."))
-    if kind is None or tokens is None:
+    dtype = FP8.get(facts.dtype, part.dtype) if part.dtype is torch.uint8 else part.dtype
+    if dtype not in FLOATS or tokens is None:
         return None
     others.remove(tokens)
     offsets: Any = np.zeros((), np.int64)
     for at in range(part.ndim):
         num = num_rows if at == axis else part.size(at)
-        offsets = np.add.outer(offsets, np.arange(num) * part.stride(at) * kind.itemsize)
+        offsets = np.add.outer(offsets, np.arange(num) * part.stride(at) * dtype.itemsize)
     by_token = offsets.transpose(*apart, axis, tokens, *others)
     addresses = part.data_ptr() + by_token.reshape(2 if apart else 1, num_tokens, -1)
     places = pool.places(group, addresses)
     if places is None:
         return None
-    of_block = np.concatenate(list(places // kind.itemsize), axis=1)
+    of_block = np.concatenate(list(places // dtype.itemsize), axis=1)
     first = int(of_block.min())
-    return TokenPlaces(kind, first, (of_block - first).astype(np.int32))
+    return TokenPlaces(dtype, first, (of_block - first).astype(np.int32))
 
 
 def _describe(part: torch.Tensor, axis: int) -> object:

@@ -313,7 +313,7 @@ class TierWorker:
         if direction is Direction.STORE:
             read_slots = [slots.slots[at] for at in slots.audits]
         if slots.audits:
-            assert self._comparer is not None, "a rank that audits nothing is told to compare"
+            assert self._comparer is not None, "an order to compare, for a rank without a comparer"
             touched -= frozenset(read_slots)
             compared, copied = split(groups, slots.audits, self.pages_per_block)
             audit = self._comparer.begin(compared, list(slots.audits.values()), memory.memory)
