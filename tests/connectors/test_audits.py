@@ -18,6 +18,7 @@ from kvtier.cache.audit import CAP, MIN_LEARNED, AuditOutcome
 from kvtier.cache.block_cache import BlockState
 from kvtier.cache.transfer.ranks import Compared
 from kvtier.connectors.common.recomputed import MAX_BLOCKS, TokenPlaces, _distances
+from kvtier.connectors.vllm.shared.audits import HitAudit
 from kvtier.connectors.vllm.shared.key_scope import KeyScope
 from kvtier.core.types import CacheMode
 from kvtier.observe.specs import AUDITS
@@ -195,6 +196,19 @@ def test_layers_of_several_kinds_show_a_difference_in_any_tensor() -> None:
     stored[8] = 2  # in the second tensor of the first layer
     found = _distances(fresh.view(np.uint8), stored.view(np.uint8), [[one, two], [three]])
     assert (found.max((1, 2)) > 0).tolist() == [True, False]
+
+
+def test_ranks_may_report_in_different_steps() -> None:
+    harness = Audited()
+    state = harness.half.begin(harness.request("audited", TEXT + "s")).state
+    key, other, *_ = harness._keys()
+    harness.audits._current = HitAudit(state, [key], 0, "host", set(), {key})
+    for name, distance in (key, 1.0), (key, 0.0), (other, 0.0):
+        harness.audits.hear({name: Compared(np.full((1, 1, 1), distance, np.float32))})
+    (compared,) = harness.audits.of(state).compared.values()
+    assert compared.distances.max() == 1
+    harness.audits.reset()
+    harness.close()
 
 
 def test_block_of_another_prompt_is_a_difference_in_every_token() -> None:

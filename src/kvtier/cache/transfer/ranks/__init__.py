@@ -17,6 +17,7 @@ from kvtier.cache.transfer.ranks.messages import (
     RecoveredKeys,
     Report,
     Verb,
+    joined,
 )
 from kvtier.cache.transfer.ranks.mover import RankMover
 
@@ -31,4 +32,5 @@ __all__ = [
     "RecoveredKeys",
     "Report",
     "Verb",
+    "joined",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -167,6 +168,16 @@ class Compared:
         return Compared(np.maximum(ours, theirs), max(self.apart, other.apart))
 
 
+Result = TypeVar("Result", Done, Compared)
+Name = TypeVar("Name")
+
+
+def joined(ours: Mapping[Name, Result], theirs: Mapping[Name, Result]) -> dict[Name, Result]:
+    """Combine the results of two groups of ranks, by order or block."""
+    both = {name: ours[name].and_also(theirs[name]) for name in ours.keys() & theirs.keys()}
+    return {**ours, **theirs, **both}
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """Reports of ranks since their last report.
@@ -198,16 +209,8 @@ class Report:
 
     def and_also(self, other: Report) -> Report:
         """Combine the reports of several ranks."""
-        done = dict(self.done)
-        for order_id, theirs in other.done.items():
-            ours = done.get(order_id)
-            done[order_id] = theirs if ours is None else ours.and_also(theirs)
-        compared = dict(self.compared)
-        for key, theirs_compared in other.compared.items():
-            mine = compared.get(key)
-            compared[key] = theirs_compared if mine is None else mine.and_also(theirs_compared)
         return Report(
-            done,
+            joined(self.done, other.done),
             {**self.hellos, **other.hellos},
             self.failed | other.failed,
             self.scrubbed + other.scrubbed,
@@ -215,5 +218,5 @@ class Report:
             self.pieces + other.pieces,
             {**self.breakers, **other.breakers},
             self.has_new_weights or other.has_new_weights,
-            compared,
+            joined(self.compared, other.compared),
         )

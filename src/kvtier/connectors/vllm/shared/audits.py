@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from kvtier.cache.audit import AuditedPiece, Auditor, AuditOutcome, ComputedBlocks
 from kvtier.cache.block_cache import BlockCache, BlockState, Held
-from kvtier.cache.transfer.ranks import Compared
+from kvtier.cache.transfer.ranks import Compared, joined
 from kvtier.connectors.common.recomputed import MAX_BLOCKS, BlockJudge
 from kvtier.connectors.vllm.shared.adapters import RekeyedRequest
 from kvtier.connectors.vllm.shared.key_scope import KeyScope
@@ -181,11 +181,9 @@ class HitAudits:
 
     def hear(self, compared: Mapping[bytes, Compared]) -> None:
         """Note results of some ranks."""
-        audit = self._current
-        for key, theirs in compared.items():
-            if audit and key in audit.held:
-                ours = audit.compared.get(key)
-                audit.compared[key] = theirs if ours is None else ours.and_also(theirs)
+        if (audit := self._current) is not None:
+            mine = {key: compared[key] for key in audit.held & compared.keys()}
+            audit.compared = joined(audit.compared, mine)
 
     def end(
         self, state: RequestState | None, keys: Collection[bytes], is_right: bool
