@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -70,6 +71,9 @@ class _WorkerCounts:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        # Under nohup: servers that tests start would ignore it, too. A handler is not inherited.
+        signal.signal(signal.SIGHUP, lambda *_: None)
     config.pluginmanager.register(_WorkerCounts(config))
 
 
