@@ -33,7 +33,7 @@ def test_settings_are_read_and_sglangs_own_are_left_to_it() -> None:
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        ({}, "there is neither disk_path nor storage; kvtier sglang-args prints"),
+        ({}, "there is neither disk_path nor storage; name one"),
         ({**DISK, "storage": "valkey://host"}, "exclude each other"),
         ({**DISK, "disk_pth": "x"}, "no setting is called 'disk_pth'; did you mean 'disk_path'?"),
         ({**DISK, "zzz": 1}, "no setting is called 'zzz'; known: storage"),

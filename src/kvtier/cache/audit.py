@@ -189,7 +189,8 @@ def likely_cause(distances: Distances, piece: AuditedPiece) -> str:
         return "unknown"
     return (
         "the first layer differs in all tokens of a block: it is the KV of other tokens (a block "
-        "in the place of another), or of other weights or another adapter"
+        "in the place of another, or copied before it was computed), or of other weights or "
+        "another adapter"
     )
 
 

@@ -163,3 +163,20 @@ def test_missing_file_is_one_sentence(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "No such file" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("vllm-args --grid 1.5", "--grid: '1.5' should be a valid integer"),
+        ("vllm-args --audit 0.1%", "--audit: '0.1%' should be a valid number"),
+        ("serve --port abc", "--port: 'abc' should be a valid integer"),
+        ("vllm-args --grid -16", "--grid: '-16' should be greater than or equal to 0"),
+        ("vllm-args --mode all", "--mode: 'all' is not one of"),
+    ],
+)
+def test_wrong_value_is_named_in_one_sentence(arguments: str, sentence: str) -> None:
+    shown = kvtier(*arguments.split())
+    assert shown.exit_code == 2
+    assert shown.stderr.startswith(f"kvtier {arguments.partition(' ')[0]}: {sentence}")
+    assert shown.stderr.count("\n") == 1

@@ -77,6 +77,7 @@ def open_engine(
         device_capacity=device_blocks * info.bytes_per_block,
         prefix_cache=host_blocks > 0,
         threads=options.threads,
+        audit=options.audit,
         cache=CacheConfig(
             host_capacity=host_blocks * info.bytes_per_block,
             load_policy=load_policy,

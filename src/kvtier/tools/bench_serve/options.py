@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from kvtier.core.config import BLOCK_SIZE, CHUNK_TOKENS, parse_size, setting
+from kvtier.core.config import BLOCK_SIZE, CHUNK_TOKENS, AuditConfig, parse_size, setting
 from kvtier.core.errors import CacheError, ConfigError
 
 FULL_ACCURACY_PROMPTS = 20
@@ -60,7 +60,7 @@ MODEL = "A built-in model, or a local directory in Hugging Face format."
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
+class ServeOptions(AuditConfig):
     """Settings of ``kvtier bench serve``; ``sized`` gives the full or the quick sizes."""
 
     model: str = setting("kvtier-tiny", MODEL)

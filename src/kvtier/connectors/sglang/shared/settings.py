@@ -37,8 +37,8 @@ class StorageSettings(StoreSettings):
         StoreSettings.__post_init__(self)
         if not self.disk_path and not self.locations:
             raise self.wrong(
-                "there is neither disk_path nor storage; kvtier sglang-args prints all required "
-                "settings"
+                "there is neither disk_path nor storage; name one, or give host_capacity to "
+                "kvtier sglang-args, which then takes the linker"
             )
         if self.disk_path and self.storage:
             raise self.wrong("disk_path and storage exclude each other here; give one of them")
