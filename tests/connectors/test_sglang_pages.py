@@ -21,7 +21,8 @@ PAGE, NUM_PAGES, PIECE = 4, 6, 32
 class Pool:
     """Two pieces per page, the second pieces behind all first ones, or at the offsets of ``at``."""
 
-    page_size, page_num, layout, dtype = PAGE, NUM_PAGES, "test", torch.uint8
+    page_size, page_num, layer_num = PAGE, NUM_PAGES, 1
+    layout, dtype = "test", torch.uint8
 
     def __init__(self, at: Callable[[int, int], int] | None = None) -> None:
         self.kv_buffer = torch.arange(2 * NUM_PAGES * PIECE, dtype=torch.int64).to(torch.uint8)

@@ -78,7 +78,7 @@ def test_difference_is_logged_and_what_was_stored_before_is_missed(
     _, found = tree.find("audited", PROMPT)
     first = found // PAGE
     linked = tree.linker._linked[KV]
-    (key, *_) = tree.linker._audits._current.keys
+    (key, *_) = tree.linker._audits.pages.current.keys
     (slot,) = linked.cache.hold([key]).slots
     linked.cache.release([key])
     memory: Any = linked.copies._host.memory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -34,7 +36,16 @@ from kvtier.connectors.sglang.shared.pages import Pages
 from kvtier.connectors.sglang.shared.prefill import WATCH
 from kvtier.core.errors import ConfigError
 from kvtier.identity import process_start_ns
-from tests.engines.sglang.pools import MHA_LAYOUTS, MLA_LAYOUTS, content, fill, host_pool, tokens
+from kvtier.observe.specs import AUDITS
+from tests.engines.sglang.pools import (
+    MHA_LAYOUTS,
+    MLA_LAYOUTS,
+    PAGE,
+    content,
+    fill,
+    host_pool,
+    tokens,
+)
 from tests.kit.servers import ValkeyServer, has_valkey
 
 SHAPES = [("mha", layout) for layout in MHA_LAYOUTS] + [("mla", layout) for layout in MLA_LAYOUTS]
@@ -124,6 +135,52 @@ def test_back_end_finds_nothing_or_stores_nothing_as_its_mode_says(opens: Opens)
     assert saves.batch_exists_v2(keys).kv_hit_pages == 0
     saves.close()
     assert opens(pool).batch_exists(keys) == 2
+
+
+def outcomes(storage: Any) -> Counter[str]:
+    """Return the audits of a back end by outcome."""
+    found: Counter[str] = Counter()
+    for (metric, labels), number in storage._audits._audits._judge.auditor._metrics._recent.items():
+        if metric is AUDITS:
+            found[labels[1]] += int(number)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "layout"), SHAPES)
+def test_computed_pages_are_compared_with_what_storage_has(
+    opens: Opens, kind: str, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = host_pool(kind, layout)
+    storage = opens(pool, kind == "mla", audit=1.0)
+    keys, pages = [key_of(number) for number in range(6)], tokens(*range(6))
+    storage.batch_set_v1(keys, pages)
+    found = storage.batch_exists(keys)
+    assert found < 6
+    assert storage.batch_exists(keys) == 6, "one audit at a time"
+    storage.batch_set_v1(keys[found:], tokens(*range(found, 6)))
+    assert outcomes(storage) == {"skipped": 1, "equal": 1}
+    for number in (1, 2):
+        found = storage.batch_exists(keys)
+        with caplog.at_level("WARNING"):
+            storage.batch_set_v1(keys[found:], tokens(*range(found, 5), 6 + number))
+        assert outcomes(storage)["different"] == number
+        place = f"first_token={found * PAGE} end_token={6 * PAGE} worst_token={5 * PAGE}"
+        assert place in re.sub(r"(worst_token=8)\d", r"\g<1>0", caplog.text)
+        is_closed = number == 2
+        found_now = [storage.exists(key) for key in keys]
+        assert found_now == [False] * found + [not is_closed] * (6 - found)
+        storage.batch_set_v1(keys, pages)
+    assert storage.batch_exists(keys) == 0, "a second difference ends it"
+
+
+def test_audit_that_is_not_stored_ends_and_is_counted(opens: Opens) -> None:
+    storage = opens(host_pool("mha", "page_first"), audit=1.0)
+    keys = [key_of(number) for number in range(6)]
+    storage.batch_set_v1(keys, tokens(*range(6)))
+    assert storage.batch_exists(keys) < 6
+    storage._audits._audits.current.end_s = 0.0
+    assert storage.batch_exists(keys) < 6
+    assert outcomes(storage) == {"skipped": 1}
 
 
 @pytest.mark.parametrize(("kind", "layout"), SHAPES)

@@ -10,6 +10,7 @@ from typing import ClassVar, Self
 
 from kvtier.core.config import (
     SIZE,
+    AuditConfig,
     CodingConfig,
     DiskSafetyConfig,
     HostConfig,
@@ -20,6 +21,7 @@ from kvtier.core.config import (
     PolicyConfig,
     RequestConfig,
     ShardConfig,
+    check_share,
     check_storage,
     choose,
     parse_size,
@@ -52,7 +54,7 @@ HINTS = {
 
 
 @dataclass(frozen=True)
-class ConnectorSettings(RequestConfig, LoadConfig, KeyConfig, DiskSafetyConfig):
+class ConnectorSettings(RequestConfig, LoadConfig, KeyConfig, DiskSafetyConfig, AuditConfig):
     """Settings that all connectors have. Names are the same everywhere in kvtier.
 
     Sizes are for all ranks on this machine together, and may be written "200GiB".
@@ -68,6 +70,7 @@ class ConnectorSettings(RequestConfig, LoadConfig, KeyConfig, DiskSafetyConfig):
     def __post_init__(self) -> None:
         try:
             choose(self)
+            check_share(self.audit)
         except ConfigError as error:
             raise self.wrong(str(error)) from None
         is_default = self.disk_capacity == DiskSafetyConfig.disk_capacity

@@ -52,8 +52,6 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
         except (CacheError, OSError) as error:  # of the configuration file
             fail(name, error)
-        except typer.BadParameter as error:
-            fail(name, _bad_value(error))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options by their panel, without cutting names on narrow terminals."""
@@ -84,18 +82,6 @@ def _with_user_paths(function: Function) -> Function:
         return function(*arguments, **{name: replaced(value) for name, value in named.items()})
 
     return cast(Function, called)
-
-
-def _bad_value(error: Any) -> str:
-    """Return the option, its value and what it should be, in one sentence."""
-    option = error.param.opts[0] if error.param else error.param_hint
-    reason = error.message.rstrip(".")
-    # Newer releases of typer have values checked by pydantic, whose sentences leave them out.
-    for found in getattr(error.__cause__, "errors", list)()[:1]:
-        value = repr(found["input"])
-        what = found["msg"].partition(", unable")[0].rstrip(".").removeprefix("Value error, ")
-        reason = what if value in what else f"{value} {what.replace('Input should', 'should')}"
-    return f"{option}: {reason}"
 
 
 def _is_option(param: Any) -> bool:

@@ -61,9 +61,11 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # the reader of our output has gone: no message is needed
-        except (CacheError, OSError) as error:
+        except (CacheError, OSError, typer.BadParameter) as error:
             groups = ctx.command_path.split()[1:]
-            fail(" ".join([*groups, ctx.invoked_subcommand]), error)
+            is_value = isinstance(error, typer.BadParameter)
+            reason = _bad_value(error) if is_value else error
+            fail(" ".join([*groups, ctx.invoked_subcommand]), reason)
 
 
 def _sentence(error: Exception) -> str:
@@ -76,3 +78,15 @@ def _sentence(error: Exception) -> str:
     kind = type(error).__name__
     told = f"{kind}: {reason}" if reason else kind
     return f"can't start: {told}; --log-level debug shows where it comes from"
+
+
+def _bad_value(error: Any) -> str:
+    """Return the option, its value and what it should be, in one sentence."""
+    option = error.param.opts[0] if error.param else error.param_hint
+    reason = error.message.rstrip(".")
+    # Newer releases of typer have values checked by pydantic, whose sentences leave them out.
+    for found in getattr(error.__cause__, "errors", list)()[:1]:
+        value = repr(found["input"])
+        what = found["msg"].partition(", unable")[0].rstrip(".").removeprefix("Value error, ")
+        reason = what if value in what else f"{value} {what.replace('Input should', 'should')}"
+    return f"{option}: {reason}"

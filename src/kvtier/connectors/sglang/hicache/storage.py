@@ -26,6 +26,7 @@ from kvtier.cache.block_cache import Change
 from kvtier.connectors.common.blocking_calls import BlockingCalls, SlabReads
 from kvtier.connectors.common.opening import open_disk, open_store
 from kvtier.connectors.sglang.copies import cpu_copies
+from kvtier.connectors.sglang.hicache.audits import StorageAudits
 from kvtier.connectors.sglang.shared import new_weights, prefill
 from kvtier.connectors.sglang.shared.client_hints import HintReader
 from kvtier.connectors.sglang.shared.hooks import tell_missing
@@ -103,6 +104,7 @@ class KvtierStorage(HiCacheStorage):
         refuse(storage_config, self._options, self._settings)
         self._pools: dict[str, HostPool] = {}
         self._slabs: dict[str, PoolSlab] = {}
+        self._audits: StorageAudits | None = None
         self._opening = RLock()
         self._is_open = False
         self._said: set[str] = set()
@@ -195,6 +197,9 @@ class KvtierStorage(HiCacheStorage):
             if is_replicated(config, name) and config.tp_rank > 0:
                 return PoolSlab(pages, SlabReads(DiskReader(options, group), digest))
             tier = open_disk(options, group, pages.memory if goes_direct(pages.sizes) else None)
+        metrics = pool_metrics(config, name)
+        if settings.audit and name == KV:
+            self._audits = StorageAudits(settings.audit, pool, pages, tier.name, digest, metrics)
         calls = BlockingCalls(
             tier,
             pages.sizes.tolist(),
@@ -204,7 +209,7 @@ class KvtierStorage(HiCacheStorage):
             always_loads=settings.always_loads,
             policy=policy,
             bytes_per_day=settings.bytes_per_day,
-            metrics=pool_metrics(config, name),
+            metrics=metrics,
             tells_changes=self._publishes and name == KV,
         )
         return PoolSlab(pages, calls)
@@ -237,11 +242,25 @@ class KvtierStorage(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        return self._num_found(page_keys(keys), len(_before(extra_info)))
+        return self._num_to_load(self._keys(keys), len(_before(extra_info)))
+
+    def _num_to_load(self, keys: list[bytes], num_before: int) -> int:
+        num = self._num_found(keys, num_before)
+        return self._audits.limit(keys, num_before, num) if self._audits else num
 
     def _num_found(self, keys: list[bytes], num_before: int = 0) -> int:
-        calls = self._slab().calls
-        return calls.num_found(keys, num_before) if self._settings.mode.loads else 0
+        if not self._settings.mode.loads or self._is_closed:
+            return 0
+        return self._slab().calls.num_found(keys, num_before)
+
+    def _keys(self, keys: Sequence[str]) -> list[bytes]:
+        """Return pages under the present name of their namespace."""
+        own = page_keys(keys)
+        return self._audits.keyed(own) if self._audits else own
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._audits is not None and self._audits.is_closed
 
     def batch_get_v1(
         self,
@@ -271,11 +290,16 @@ class KvtierStorage(HiCacheStorage):
         is_load: bool,
     ) -> list[bool]:
         """Load or store pages; return for each whether it was moved. Measure the call."""
-        if not is_load and not self._settings.mode.stores:
-            return [True] * len(keys)  # SGLang would log a warning for every page that was not
-        move = slab.calls.load if is_load else slab.calls.store
+        calls = slab.calls
+        if self._audits and not is_load and slab is self._slab():
+            assert isinstance(calls, BlockingCalls), "this rank stores its pages"
+            self._audits.compare(self._keys(keys), pages, calls)
+        if self._is_closed or not (is_load or self._settings.mode.stores):
+            # SGLang would log a warning for every page that was not stored.
+            return [not is_load] * len(keys)
+        move = calls.load if is_load else calls.store
         began_s = time.perf_counter()
-        are_moved = move(page_keys(keys), pages, page_keys(_before(extra_info)))
+        are_moved = move(self._keys(keys), pages, self._keys(_before(extra_info)))
         took_s = max(time.perf_counter() - began_s, 1e-9)
         if num := sum(are_moved):
             gib_per_s = num * slab.pages.num_bytes / GIB / took_s
@@ -295,8 +319,8 @@ class KvtierStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         slabs = self._opened()
-        names, num_before = page_keys(keys), len(_before(extra_info))
-        num_pages = self._num_found(names, num_before)
+        names, num_before = self._keys(keys), len(_before(extra_info))
+        num_pages = self._num_to_load(names, num_before)
         sides: dict[str, list[int]] = {}
         for transfer in pool_transfers or []:
             name, slab = str(transfer.name), slabs.get(str(transfer.name))
@@ -353,7 +377,7 @@ class KvtierStorage(HiCacheStorage):
     # -- the same calls for pages in tensors of their own ------------------------------------------
 
     def exists(self, key: str) -> bool:
-        return self._num_found(page_keys([key])) == 1
+        return self._num_found(self._keys([key])) == 1
 
     def get(
         self,
@@ -406,6 +430,8 @@ class KvtierStorage(HiCacheStorage):
         """Forget the pages of the old weights, since SGLang's keys stay the same."""
         self.clear()
         self._names.forget()
+        if self._audits:
+            self._audits.reset()
 
     def after_new_weights(self) -> None:
         """Give pages names from now on that no other process uses."""

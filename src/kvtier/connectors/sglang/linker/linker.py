@@ -122,7 +122,7 @@ class KvtierLinker(UnifiedCacheLinker):
             lambda: self._names.digest,
         )
         self._loading = Loading(
-            self._linked, self._page_size, self._after_forward, self._audits.keyed
+            self._linked, self._page_size, self._after_forward, self._audits.pages.keyed
         )
         self.layer_done_counter = self._loading
         if PoolName.MAMBA in self.pools:
@@ -247,11 +247,11 @@ class KvtierLinker(UnifiedCacheLinker):
         needs = _needs(transfers)
         if needs is None or needs.keys() != self._linked.keys():
             return []
-        self._audits.begin_look_up()
+        self._audits.pages.begin_look_up()
         theirs = next(pool.keys for pool in transfers if pool.name == PoolName.KV)
-        keys = self._audits.keyed(page_keys(theirs))
+        keys = self._audits.pages.keyed(page_keys(theirs))
         self.asking.look_up(keys)
-        if not self._settings.mode.loads or self._audits.is_closed:
+        if not self._settings.mode.loads or self._audits.pages.is_closed:
             self._remember(keys, prompt.num_cached // self._page_size)
             return []
         found = {
@@ -311,15 +311,15 @@ class KvtierLinker(UnifiedCacheLinker):
         if not (wanted := _with_pages(transfers)):
             return False
         self._offloads.append(offload := Offload())
-        if not self._settings.mode.stores or self._audits.is_closed:
+        if not self._settings.mode.stores or self._audits.pages.is_closed:
             return True  # it ends as one for whose pages there was no room
         try:
             with self._after_forward():
                 depths: dict[bytes, int] = {}
                 for transfer in wanted:
                     linked = self._linked[transfer.name.value]
-                    keys = self._audits.keyed(page_keys(transfer.keys))
-                    audited = self._audits.audited(keys) if linked.pool.name == KV else ()
+                    keys = self._audits.pages.keyed(page_keys(transfer.keys))
+                    audited = self._audits.pages.audited(keys) if linked.pool.name == KV else ()
                     offload.audited = offload.audited or audited
                     if not depths:
                         self.asking.store(keys, self._depths)
@@ -379,7 +379,7 @@ class KvtierLinker(UnifiedCacheLinker):
         for offload in self._offloads:
             offload.is_whole = False
         self._loading.forget_promised()
-        self._audits.reset()
+        self._audits.pages.reset()
         for linked in self._linked.values():
             linked.cache.clear()
         self._names.forget()

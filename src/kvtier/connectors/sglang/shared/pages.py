@@ -26,6 +26,7 @@ class HostPool(Protocol):
 
     page_size: int
     page_num: int
+    layer_num: int
     layout: str
     dtype: torch.dtype
 

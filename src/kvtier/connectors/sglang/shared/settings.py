@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtier.connectors.common.settings import HostSettings, StoreSettings
-from kvtier.core.config import AuditConfig, check_share, setting
+from kvtier.core.config import setting
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,7 @@ class StorageSettings(StoreSettings):
 
 
 @dataclass(frozen=True)
-class LinkerSettings(HostSettings, AuditConfig):
+class LinkerSettings(HostSettings):
     """Settings of the linker: host memory of kvtier's, and optionally a disk and stores below."""
 
     option: ClassVar[str] = "--unified-cache-external-linker-config"
-
-    def __post_init__(self) -> None:
-        HostSettings.__post_init__(self)
-        check_share(self.audit)

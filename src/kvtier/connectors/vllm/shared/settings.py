@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtier.connectors.common.settings import HostSettings
-from kvtier.core.config import SIZE, AuditConfig, StageConfig, check_share, setting
+from kvtier.core.config import SIZE, StageConfig, setting
 from kvtier.core.types import Direct
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class VllmSettings(HostSettings, StageConfig, AuditConfig):
+class VllmSettings(HostSettings, StageConfig):
     """Ours, beside those of the OffloadingConnector itself."""
 
     option: ClassVar[str] = "kv_connector_extra_config"
@@ -61,7 +61,6 @@ class VllmSettings(HostSettings, StageConfig, AuditConfig):
 
     def __post_init__(self) -> None:
         HostSettings.__post_init__(self)
-        check_share(self.audit)
         if self.storage_stages < 0:
             raise self.wrong(f"storage_stages: {self.storage_stages} is below 0")
         if self.storage_stages and not self.storage_shards:
