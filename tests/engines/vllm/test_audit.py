@@ -150,8 +150,12 @@ def test_kv_of_another_adapter_is_found(
     with engine(faulty(disk_path=str(tmp_path / "slab"), disk_capacity="256MiB"), **LORA) as llm:
         found = Found(capfd)
         ask(llm, one, 1)
-        ask(llm, other, 2)
-        assert len(found.lines(llm)) == 1
+        for _ in range(10):
+            ask(llm, other, 2)
+            if lines := found.lines(llm):
+                break
+            assert llm.reset_prefix_cache()  # the first one's KV was not stored yet
+        assert len(lines) == 1
 
 
 def mixed(num: int, seed: int) -> list[list[Prompt]]:
@@ -193,10 +197,13 @@ def test_without_a_fault_nothing_differs(
     small = {"host_capacity": "16MiB", "eviction_policy": "lru"}
     config = own_connector(**SIZES | small, disk_path=str(tmp_path), disk_capacity="256MiB")
     with engine(config, dtype=dtype) as llm:
-        outcomes = serve_mixed(llm, 40, capfd)
-        assert outcomes["equal"] + outcomes["within_tolerance"] > 3
-        assert outcomes["different"] == 0
-        assert audited("equal", "disk") + audited("within_tolerance", "disk") > 0
+        for num in range(40, 44):
+            outcomes = serve_mixed(llm, num, capfd)
+            assert outcomes["equal"] + outcomes["within_tolerance"] > 3
+            assert outcomes["different"] == 0
+            if audited("equal", "disk") + audited("within_tolerance", "disk"):
+                return
+    raise AssertionError("nothing came from disk")
 
 
 @pytest.mark.timeout(900)
