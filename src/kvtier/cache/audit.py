@@ -61,6 +61,9 @@ ELSEWHERE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 """Tolerance for KV computed in the same shapes, perhaps by another process, by dtype: its processor
 or its number of threads may round otherwise."""
 
+COMPARED = "computed again and compared"
+"""In sentences about an audited prompt, before the outcome."""
+
 Distances = npt.NDArray[np.float32]
 """Distances of cached KV from recomputed KV: [num_layers, num_parts, num_tokens]."""
 
@@ -109,13 +112,13 @@ class Auditor:
     """Chooses the hits that are audited, judges what was found, and counts.
 
     Args:
-        share: of hits, 0 to 1.
+        share: of hits, 0 to 1; also an attribute.
         metrics: of the cache.
         pick: source of random numbers.
     """
 
     def __init__(self, share: float, metrics: Metrics, pick: random.Random | None = None) -> None:
-        self._share = share
+        self.share = share
         self._metrics = metrics
         self._random = pick or random.Random()
         self.tolerance = Tolerance()
@@ -123,7 +126,7 @@ class Auditor:
 
     def chooses(self) -> bool:
         """Whether to audit a hit. Call it once per hit: every call draws."""
-        return self._random.random() < self._share
+        return self._random.random() < self.share
 
     def piece(self, num_pieces: int) -> int:
         """Return which of ``num_pieces`` pieces to audit, each with the same probability."""

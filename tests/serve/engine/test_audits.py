@@ -177,7 +177,7 @@ def test_without_the_setting_nothing_is_audited(make: Make, prompt: list[int]) -
     ask(engine, prompt)
     ask(engine, prompt)
     assert counts(engine) == {}
-    assert engine._scheduler._audits is None
+    assert not audits_of(engine).follows
     assert engine.cache.on_twins is None
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from kvtier.cache.audit import Auditor
 from kvtier.core.types import DEVICE, HOST
 from kvtier.plan.explain import COMPUTED
-from kvtier.serve.engine import Engine
+from kvtier.serve.engine import Engine, EngineConfig
 from kvtier.serve.server.config import ServerConfig
 from tests.kit.cli import kvtier, refused
 
@@ -108,7 +110,7 @@ def test_a_header_that_says_neither_yes_nor_no_is_refused(served: Running) -> No
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
     url, headers = f"{served.url}/v1/completions", {"X-KVTier-Explain": "please"}
     error = error_of(httpx.post(url, json=body, headers=headers), 400)
-    assert error["message"] == 'X-KVTier-Explain is "please"; send 1 to have it, or 0.'
+    assert error["message"] == 'X-KVTier-Explain is "please"; send 1 to have it, audit for an audit, too, or 0.'
 
 
 def test_an_answer_that_ends_at_a_stop_string_is_explained(served: Running, prefix: str) -> None:
@@ -186,3 +188,54 @@ def test_a_prompt_that_is_no_text_is_told(served: Running, tmp_path: Any) -> Non
     file.write_bytes(b"\xff\xfe")
     for path, sentence in ((file, "byte 0 is not UTF-8"), (tmp_path / "no", "No such file")):
         assert sentence in refused("explain", served.url, "--prompt-file", str(path))
+
+
+def test_prompts_are_audited_on_demand(served: Running, prefix: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    asked: list[dict[str, Any]] = [
+        {"prompt": prefix + "# on demand"},
+        {"body": {"messages": [{"role": "user", "content": prefix + "# in a chat"}]}},
+        {"prompt": "too short to be cached"},
+    ]
+    file.write_text("\n".join(map(json.dumps, asked)))
+    shown = kvtier("audit", served.url, str(file), "--salt", "on demand")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.endswith(": 3 prompts: 2 equal, 1 not audited\n")
+    file.write_text(prefix + "# as text")
+    shown = kvtier("audit", served.url, str(file), "--json")
+    assert json.loads(shown.stdout) == {"prompts": 1, "outcomes": {"equal": 1}}
+
+
+def test_difference_found_on_demand_is_told_by_the_exit_status(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(prefix)
+    config = EngineConfig(model=MODEL, device_capacity="32MiB", threads=1)
+    with Engine(config) as own, running(own) as made:
+        explained(made, prefix)
+        judge = Auditor.judge
+        monkeypatch.setattr(
+            Auditor, "judge", lambda self, distances, piece: judge(self, distances + 1, piece)
+        )
+        shown = kvtier("audit", made.url, str(file))
+    assert shown.exit_code == 1
+    assert shown.stdout.endswith(": 1 prompts: 1 different\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "there is no prompt in it"),
+        (b"\xff", "byte 0 is not UTF-8"),
+        (b"{}", "line 1 is no JSON object with either prompt or messages"),
+        (b'{"prompt": "x"}\n{"prompt": ', "line 2 is no JSON object"),
+        (b'{"body": 3}', "line 1 is no JSON object"),
+    ],
+)
+def test_files_without_prompts_are_refused(
+    served: Running, tmp_path: Path, content: bytes, sentence: str
+) -> None:
+    file = tmp_path / "prompts"
+    file.write_bytes(content)
+    assert sentence in refused("audit", served.url, str(file))

@@ -55,6 +55,7 @@ def impossible(folder: Path) -> dict[str, list[str]]:
         "replay": [nothing, "--sizes", "much", "--no-report"],
         "record": [nothing, "--to", f"{nothing}.jsonl"],
         "explain": [dead, "--prompt-file", __file__],
+        "audit": [dead, __file__],
         "inspect": [nothing],
         "verify": [nothing],
         "vllm-args": ["--host-capacity", "much"],

@@ -16,6 +16,7 @@ from functools import partial
 
 from kvtier.cache.audit import (
     CAP,
+    COMPARED,
     ELSEWHERE,
     AuditedPiece,
     Auditor,
@@ -66,11 +67,17 @@ class Audits:
         self._chosen: dict[Request, Lease] = {}
         self._is_wrong = False
         self.written = ComputedBlocks()
-        cache.on_twins = self.compare_twins
+        if auditor.share:
+            cache.on_twins = self.compare_twins
+
+    @property
+    def follows(self) -> bool:
+        """Whether to note what this process computes, from which it follows who wrote a block."""
+        return self._auditor.share > 0
 
     def choose(self, request: Request) -> None:
-        """Draw whether to audit a request whose prefill has ended."""
-        if request.num_cached and self._auditor.chooses():
+        """Draw whether to audit a request whose prefill has ended, unless it asks for it."""
+        if request.num_cached and (request.wants_audit or self._auditor.chooses()):
             assert request.lease is not None
             self._chosen[request] = request.lease
 
@@ -110,7 +117,7 @@ class Audits:
         outcome = self._judge(distances, lease.namespace, first, lease.blocks[first:], tiers)
         said = outcome.value.replace("_", " ")
         last = start + len(tokens) - 1
-        request.audit = f"tokens {start:,}-{last:,} were computed again and compared: {said}"
+        request.audit = f"tokens {start:,}-{last:,} were {COMPARED}: {said}"
 
     def _start(self, num_cached: int, states: Callable[[int], Sequence[Slot] | None]) -> int:
         """Return the first token of a chunk among the cached tokens, each with the same chance.

@@ -135,7 +135,7 @@ class Engine:
             *shared,
             config.max_running,
             config.follow_loads,
-            Audits(auditor, *shared, self._rename) if config.audit else None,
+            Audits(auditor, *shared, self._rename),
         )
         self._inbox = Inbox(config.max_queue + config.max_running)
         self._process = OwnerProcess()
@@ -166,6 +166,7 @@ class Engine:
         explain: bool = False,
         on_stored: Callable[[PrefixStored], None] | None = None,
         hint: Hint | None = None,
+        audit: bool = False,
         on_prompt: Callable[[Sequence[Token]], None] | None = None,
     ) -> RequestHandle:
         """Queue a request.
@@ -174,6 +175,7 @@ class Engine:
         salt: requests share KV only under equal salts.
         explain: include the source of the prompt's KV in the completion.
         hint: hints about its conversation; see ``kvtier.core.hints``.
+        audit: audit its hit, whatever the share of hits that are audited.
         on_token, on_done: called on the engine thread; they must return fast.
         on_prompt: the same, once, with the prompt's tokens if ``prompt_logprobs`` is set.
         on_stored: the same, for each copy that stored computed blocks, also after the end.
@@ -200,6 +202,7 @@ class Engine:
             wants_explanation=explain,
             on_stored=on_stored,
             hint=hint,
+            wants_audit=audit,
         )
         self._inbox.let_in()
         self._compute_keys(labels, salt)

@@ -125,6 +125,7 @@ class Request:
     num_known: tokens of the prompt that were cached when it was queued.
     may_follow: its prefill may try once to begin before its lease is ready.
     has_followed: whether that succeeded.
+    wants_audit: whether its hit is audited, whatever the share of hits that are.
     audit: the outcome of an audit of its hit, in words.
     wants_explanation: whether to explain the source of its prompt's KV.
     hint: the client's hints.
@@ -158,6 +159,7 @@ class Request:
     hint_results: list[HintResult] = field(default_factory=list)
     is_waited_for: bool = False
     explanation: Explanation | None = None
+    wants_audit: bool = False
     audit: str = ""
     marks: Marks = field(default_factory=Marks)
     num_broken_loads: int = 0

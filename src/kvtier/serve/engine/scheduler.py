@@ -311,7 +311,7 @@ class Scheduler:
         computed = min(request.num_computed, len(request.prompt))
         num_blocks = computed // grid * grid // self._info.block_size
         if request.labels and num_blocks > lease.num_shared:
-            if self._audits is None:
+            if self._audits is None or not self._audits.follows:
                 self._cache.commit(lease, num_blocks)
                 return
             # A tier may have some of them already, as another process computed them.

@@ -55,6 +55,7 @@ class Generation:
     explains: whether its usage explains the source of each prompt.
     span: of its trace, if any.
     hint: the client's hints about its conversation.
+    audits: whether its hit is audited, in any case.
     Belongs to the event loop's thread. Always ``close`` it, which aborts running choices.
     """
 
@@ -68,8 +69,10 @@ class Generation:
         explains: bool = False,
         span: RequestSpan | None = None,
         hint: Hint | None = None,
+        audits: bool = False,
     ) -> None:
         self._hint = hint
+        self._audits = audits
         self.began = time.monotonic()
         self.salt = salt
         self._orders = tuple(orders)
@@ -110,6 +113,7 @@ class Generation:
                 explain=(self._explains and order.is_first) or self.span is not None,
                 on_stored=None if self.span is None else partial(self._put_stored, self.span),
                 hint=self._hint,
+                audit=self._audits,
                 on_prompt=put,
             )
         except RequestError as error:

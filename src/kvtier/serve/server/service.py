@@ -50,6 +50,8 @@ R = TypeVar("R", bound=GenerationRequest)
 T = TypeVar("T")
 
 EXPLAIN_HEADER = "X-KVTier-Explain"
+AUDIT = "audit"
+"""Value of the header that asks for an audit of the hit, too."""
 """Request header that adds the source of each prompt's tokens to the usage in the answer, or in the
 last chunk of a stream. It is a header because other servers refuse unknown fields of the body."""
 
@@ -61,10 +63,14 @@ def given(value: T | None, default: T) -> T:
 
 def wants_explanation(request: Request) -> bool:
     """Whether the header asks for an explanation. Raises ``ApiError`` for an invalid value."""
-    value = request.headers.get(EXPLAIN_HEADER, "0").strip()
-    if value not in ("0", "1"):
-        raise bad_request(f"{EXPLAIN_HEADER} is {show(value)}; send 1 to have it, or 0.")
-    return value == "1"
+    value = _asked(request)
+    if value not in ("0", "1", AUDIT):
+        raise bad_request(f"{EXPLAIN_HEADER} is {show(value)}; send 1 to have it, {AUDIT} for an audit, too, or 0.")
+    return value != "0"
+
+
+def _asked(request: Request) -> str:
+    return request.headers.get(EXPLAIN_HEADER, "0").strip()
 
 
 def parse(content: bytes, content_type: str, schema: type[B]) -> B:
@@ -384,6 +390,7 @@ class Service:
                 explains,
                 span,
                 asked.hint,
+                audits=_asked(request) == AUDIT,
             )
         except ApiError as error:
             if span is not None:

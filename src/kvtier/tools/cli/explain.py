@@ -37,18 +37,15 @@ def explain(
     """
     from rich.console import Console
 
-    from kvtier.observe.live.client import MAX_SAID, server_url
+    from kvtier.observe.live.client import server_url
     from kvtier.tools.cli.explained import show
 
     prompt = _read(prompt_file)
     server, key = server_url(url), take_key(api_key)
-    try:
-        model = str(_ask(server, "/v1/models", key, timeout_s)["data"][0]["id"])[:MAX_SAID]
-    except (KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"url: {server} answers, but is no server of models") from error
+    model = model_of(server, key, timeout_s)
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
     body |= {"cache_salt": salt} if salt else {}
-    found = _explanation(server, _ask(server, "/v1/completions", key, timeout_s, body))
+    found = explanation(server, ask(server, "/v1/completions", key, timeout_s, body))
     if as_json:
         print_json(found)
     else:
@@ -66,7 +63,17 @@ def _read(name: str) -> str:
     return prompt
 
 
-def _explanation(server: str, answer: Any) -> dict[str, object]:
+def model_of(server: str, key: str | None, timeout_s: float) -> str:
+    """Return the name of the first model that a server has."""
+    from kvtier.observe.live.client import MAX_SAID
+
+    try:
+        return str(ask(server, "/v1/models", key, timeout_s)["data"][0]["id"])[:MAX_SAID]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"url: {server} answers, but is no server of models") from error
+
+
+def explanation(server: str, answer: Any) -> dict[str, object]:
     """Return the explanation in an answer, in the shape that ``show`` needs."""
     from kvtier.tools.cli.explained import is_explanation
 
@@ -81,17 +88,22 @@ def _explanation(server: str, answer: Any) -> dict[str, object]:
     return cast("dict[str, object]", found)
 
 
-def _ask(
+def ask(
     server: str,
     path: str,
     key: str | None,
     timeout_s: float,
     body: Mapping[str, object] | None = None,
+    header: str = "1",
 ) -> Any:
+    """Return the answer of ``kvtier serve``. header: "1" to explain it, "audit" to audit it, too.
+
+    Raises ``ConfigError`` if there is none.
+    """
     from kvtier.observe.live.client import NoAnswerError, RefusedError, fetch
 
     content = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", HEADER: "1"}
+    headers = {"Content-Type": "application/json", HEADER: header}
     try:
         return json.loads(fetch(server + path, timeout_s, headers, content, key))
     except RefusedError as error:

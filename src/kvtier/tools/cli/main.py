@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
+from kvtier.tools.cli.audit import audit
 from kvtier.tools.cli.bench import app as bench
 from kvtier.tools.cli.command import CommandLine
 from kvtier.tools.cli.dashboard import dashboard
@@ -41,6 +42,7 @@ app.command()(replay)
 app.command()(record)
 app.command()(doctor)
 app.command()(explain)
+app.command()(audit)
 app.command()(dashboard)
 app.command()(inspect)
 app.command()(verify)
