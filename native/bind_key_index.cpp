@@ -151,12 +151,11 @@ class KeyIndex : public bound::Blocks<keys::KeyIndex> {
       fail(PyExc_ValueError, "one slot for each key: %zu keys, %zu slots", keys_.size(),
            slots_.size());
     blocks_.clear();
-    checked([&] { index_.write_new(keys_, at, slots_, blocks_); });
-    nb::object hashes = checked([&] {
-      return numbers_of(keys_,
-                        [&](trie::Label key) { return index_.hash(key) & bound::kMaxNumber; });
-    });
-    return nb::make_tuple(numbers_of(blocks_), hashes);
+    hashes_.clear();
+    checked([&] { index_.write_new(keys_, at, slots_, blocks_, hashes_); });
+    return nb::make_tuple(numbers_of(blocks_), numbers_of(hashes_, [](std::uint64_t hash) {
+                            return hash & bound::kMaxNumber;
+                          }));
   }
 
   void asked(nb::handle keys, double now) {
@@ -272,6 +271,7 @@ class KeyIndex : public bound::Blocks<keys::KeyIndex> {
   std::vector<trie::Label> keys_;
   std::vector<Index> rows_;
   std::vector<std::uint32_t> which_;
+  std::vector<std::uint64_t> hashes_;
 };
 
 }  // namespace
@@ -286,7 +286,9 @@ void bind_key_index(nb::module_& module) {
       .def("serve", &bound::SlotLeases::serve, nb::arg("content"), nb::arg("room"),
            nb::arg("key_bytes"), nb::arg("is_alone"), nb::arg("now"), nb::lock_self())
       .def("serve_reserve", &bound::SlotLeases::serve_reserve, nb::arg("content"), nb::arg("room"),
-           nb::arg("key_bytes"), nb::arg("segments"), nb::arg("mask"), nb::arg("has_overdue"), nb::arg("now"), nb::lock_self())
+           nb::arg("key_bytes"), nb::arg("segments"), nb::arg("make_room"), nb::arg("mask"),
+           nb::arg("has_overdue"), nb::arg("now"), nb::lock_self())
+      .def("admits", &bound::SlotLeases::admits, nb::arg("num_free"), nb::lock_self())
       .def("serve_commit", &bound::SlotLeases::serve_commit, nb::arg("content"), nb::arg("room"),
            nb::lock_self());
   nb::class_<KeyIndex> type(module, "KeyIndex",

@@ -126,19 +126,20 @@ class SlotLeases {
 
   // Serves a reservation of slots in `segments`, each (its free slots, its first slot), in this
   // order: (the frame of the answer, the new blocks, their slots, their generations as int64 bytes,
-  // the hashes that are 0 under `mask`, the blocks with them). None, and nothing has changed, for
-  // any other message, if there are too few slots, or if no block is new. With `has_overdue`, all
-  // blocks must be new.
+  // the hashes that are 0 under `mask`, the blocks with them). If there are too few slots, it calls
+  // make_room(number of new blocks, blocks that must stay), which returns other segments, or None.
+  // None, and nothing has changed, for any other message, without segments, or if no block is new.
+  // With `has_overdue`, all blocks must be new.
   nb::object serve_reserve(nb::handle content, std::uint64_t room, std::size_t key_bytes,
-                           const nb::tuple& segments, std::uint64_t mask, bool has_overdue,
-                           double now) {
+                           const nb::tuple& segments, const nb::object& make_room,
+                           std::uint64_t mask, bool has_overdue, double now) {
     to_time(now);
     const Buffer buffer(content);
     const auto asked = node::read_reserve(message_in(buffer));
-    if (!asked || asked->room != room || key_bytes == 0) return nb::none();
+    if (!asked || asked->room != room || key_bytes == 0 || !pending_.empty()) return nb::none();
     const std::size_t num = asked->keys.size() / key_bytes;
     if (num > kMaxAtOnce || asked->keys.size() != num * key_bytes) return nb::none();
-    const std::vector<Segment> places = segments_in(segments);
+    std::vector<Segment> places = segments_in(segments);
     read_keys(asked->keys, key_bytes, num);
     missing_.clear();
     ended_.clear();
@@ -153,14 +154,22 @@ class SlotLeases {
     for (const std::uint32_t at : missing_) are_new[at] = std::byte{1};
     for (std::size_t i = 0; i < num_new; ++i) keys_[i] = keys_[missing_[i]];
     keys_.resize(num_new);
-    if (!take(places, num_new)) return nb::none();
-    checked([&] { leases_.reserve_new(keys_, slots_, now, ended_); });
+    const Pending pending(keys_, pending_);
+    nb::object others;  // of which `places` has parts
+    if (!take(places, num_new)) {
+      others = make_room(num_new, numbers_of(ended_));
+      if (others.is_none()) return others;
+      if (!PyTuple_Check(others.ptr())) fail(PyExc_TypeError, "segments must be a tuple");
+      places = segments_in(nb::borrow<nb::tuple>(others));
+      if (!take(places, num_new)) return nb::none();
+    }
+    checked([&] { leases_.reserve_new(pending_, slots_, now, ended_, hashes_); });
     write_slots(slots, generations);
     std::memcpy(data_of(generations_given), generations, 8 * num_new);
     marks_.clear();
     marked_.clear();
     for (std::size_t i = 0; i < num_new; ++i)
-      if (const std::uint64_t hash = index_.hash(keys_[i]) & kMaxNumber; (hash & mask) == 0) {
+      if (const std::uint64_t hash = hashes_[i] & kMaxNumber; (hash & mask) == 0) {
         marks_.push_back(hash);
         marked_.push_back(ended_[i]);
       }
@@ -174,6 +183,14 @@ class SlotLeases {
     }
     return nb::make_tuple(frame, numbers_of(ended_), numbers_of(slots_), generations_given,
                           numbers_of(marks_), numbers_of(marked_));
+  }
+
+  // Whether the policy admits all new blocks of the reservation for which `make_room` was called.
+  bool admits(nb::handle num_free) {
+    const std::size_t num = to_limit(num_free);
+    std::vector<std::uint32_t> which;
+    checked([&] { index_.admit(pending_, column_, num, 0.0, which); });
+    return !pending_.empty() && which.size() == pending_.size();
   }
 
   // Serves a commit of blocks: (the blocks, their slots, whether they go to storage). None, and
@@ -197,6 +214,24 @@ class SlotLeases {
  private:
   static constexpr std::size_t kMaxKeys = std::size_t{1} << 16;    // MAX_KEYS
   static constexpr std::size_t kMaxAtOnce = std::size_t{1} << 11;  // MAX_AT_ONCE
+
+  // While this lives, the keys of new blocks are in `pending`, and nothing else uses them.
+  class Pending {
+   public:
+    Pending(std::vector<trie::Label>& keys, std::vector<trie::Label>& pending)
+        : keys_(keys), pending_(pending) {
+      pending_.swap(keys_);
+    }
+    ~Pending() {
+      keys_.swap(pending_);
+      pending_.clear();
+    }
+    Pending(const Pending&) = delete;
+    Pending& operator=(const Pending&) = delete;
+
+   private:
+    std::vector<trie::Label>&keys_, &pending_;
+  };
 
   // first: slot of the first one of `free`.
   struct Segment {
@@ -304,10 +339,10 @@ class SlotLeases {
   keys::SlotLeases leases_;
   // Kept from call to call, to spare allocations.
   std::vector<keys::BlockId> blocks_given_, ended_;
-  std::vector<std::uint64_t> named_, which_, marks_, marked_;
+  std::vector<std::uint64_t> named_, which_, hashes_, marks_, marked_;
   std::vector<std::uint32_t> missing_;
   std::vector<trie::Index> rows_;
-  std::vector<trie::Label> keys_;
+  std::vector<trie::Label> keys_, pending_;  // pending_: see `admits`; empty at other times
   std::vector<trie::State> states_;
   std::vector<trie::Slot> slots_;
 };

@@ -39,10 +39,11 @@ class Rows {
   const Item* at(std::uint32_t index, std::size_t offset) const {
     return reinterpret_cast<const Item*>(row(index) + offset);
   }
-  // Prefetch the first bytes of a row.
+  // Prefetch the first bytes of a row, which may begin anywhere in a line.
   void prefetch(std::uint32_t index, std::size_t num_bytes) const {
     constexpr std::size_t kLine = 64;
     for (std::size_t at = 0; at < num_bytes; at += kLine) __builtin_prefetch(row(index) + at);
+    __builtin_prefetch(row(index) + num_bytes - 1);
   }
 
   // Make rows 0 .. index exist; new ones are uninitialised.

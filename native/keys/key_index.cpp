@@ -70,10 +70,10 @@ void KeyIndex::find(std::span<const Key> keys, std::vector<Index>& rows) const {
 void KeyIndex::missing(std::span<const Key> keys, std::size_t column,
                        std::vector<std::uint32_t>& which, std::vector<BlockId>& ready) const {
   NamedKeys named(keys.size());
-  known_.find(keys, [&](std::size_t i, Index row, std::uint64_t) {
+  known_.find(keys, [&](std::size_t i, Index row, std::uint64_t name) {
     const State state = row == kNone ? State::absent : state_at(row, column);
     if (state == State::ready) ready.push_back(rows_.id(row));
-    if (state == State::absent && named.add(keys[i], known_.hash(keys[i])))
+    if (state == State::absent && named.add(keys[i], known_.hash(keys[i], name)))
       which.push_back(static_cast<std::uint32_t>(i));
   });
 }
@@ -92,7 +92,7 @@ State KeyIndex::state(BlockId block, std::size_t column) const {
 
 // Adds a block to a column. A block that was in no request follows the same block as in another
 // column, else `before`.
-void KeyIndex::enter(Index row, std::size_t column, Index before) {
+void KeyIndex::enter(Index row, std::size_t column, Index before, policy::Key name) {
   LearnedColumn& here = *orders_[column].learned;
   Index behind = kNone;
   for (std::size_t other = 0; other < orders_.size() && behind == kNone; ++other) {
@@ -101,7 +101,7 @@ void KeyIndex::enter(Index row, std::size_t column, Index before) {
     if (above != kNone) behind = here.place(above);
   }
   if (behind == kNone && before != kNone) behind = here.place(before);
-  here.enter(row, behind);
+  here.enter(row, behind, name);
 }
 
 // Calls tell(column) for each learned column. names_ has the places of the prompt; found_ has the
@@ -247,24 +247,42 @@ void KeyIndex::move(Index row, std::size_t column, State to) {
   it.state = to;
 }
 
+void KeyIndex::make(std::span<const Key> keys, std::vector<BlockId>& blocks) {
+  known_.make(
+      keys, [](policy::Key) {},
+      [&](std::size_t, Index row, policy::Key) { blocks.push_back(rows_.id(row)); });
+}
+
 void KeyIndex::begin_write(BlockId block, std::size_t column, Slot slot, Index before) {
   const Index at = row(block);
+  begin_write(at, column, slot, before, orders_[column].learned ? known_.name(at) : 0);
+}
+
+void KeyIndex::begin_write(Index at, std::size_t column, Slot slot, Index before,
+                           policy::Key name) {
   move(at, column, State::writing);
   rows_.at(at, column).slot = slot;
   rows_.at(at, column).was_used = false;
   ++orders_[column].num_held;
-  if (orders_[column].learned) enter(at, column, before);
+  if (orders_[column].learned) enter(at, column, before, name);
   link_last(at, column);
 }
 
 void KeyIndex::write_new(std::span<const Key> keys, std::size_t column,
-                         std::span<const Slot> slots, std::vector<BlockId>& blocks) {
-  make(keys, blocks);
+                         std::span<const Slot> slots, std::vector<BlockId>& blocks,
+                         std::vector<std::uint64_t>& hashes) {
+  const LearnedColumn* const learned = orders_[column].learned.get();
   Index before = kNone;
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    begin_write(blocks[i], column, slots[i], before);
-    before = row(blocks[i]);
-  }
+  known_.make(
+      keys,
+      [&](policy::Key name) {
+        if (learned != nullptr) learned->live().prefetch(name);
+      },
+      [&](std::size_t i, Index row, policy::Key name) {
+        begin_write(row, column, slots[i], before, name);
+        blocks.push_back(rows_.id(before = row));
+        hashes.push_back(known_.hash(keys[i], name));
+      });
   touch(blocks);
 }
 
@@ -305,8 +323,7 @@ Slot KeyIndex::leave(Index row, std::size_t column) {
 void KeyIndex::touch(std::span<const BlockId> blocks) {
   for (std::size_t i = blocks.size(); i-- > 0;) {  // the first ones of a prompt are evicted last
     const Index at = row(blocks[i]);
-    if (i >= kAhead && rows_.has(blocks[i - kAhead]))
-      rows_.prefetch(static_cast<Index>(blocks[i - kAhead]));
+    if (i >= kAhead) rows_.prefetch_block(blocks[i - kAhead]);
     ++rows_.num_uses(at);
     for (std::size_t column = 0; column < rows_.num_columns(); ++column) {
       Standing& it = rows_.at(at, column);
@@ -337,8 +354,7 @@ void KeyIndex::release(BlockId block, std::size_t column) {
 
 void KeyIndex::release(std::span<const BlockId> blocks, std::size_t column) {
   for (std::size_t i = 0; i < blocks.size(); ++i) {
-    if (i + kAhead < blocks.size() && rows_.has(blocks[i + kAhead]))
-      rows_.prefetch(static_cast<Index>(blocks[i + kAhead]));
+    if (i + kAhead < blocks.size()) rows_.prefetch_block(blocks[i + kAhead]);
     release(blocks[i], column);
   }
 }
@@ -396,7 +412,7 @@ void KeyIndex::keep(BlockId block, std::size_t column) {
   promise(state_at(at, column) == State::evicting, "only what is being evicted may be kept");
   move(at, column, State::ready);
   ++orders_[column].num_idle;
-  if (orders_[column].learned) enter(at, column);
+  if (orders_[column].learned) enter(at, column, kNone, known_.name(at));
   come_back(at, column);
 }
 

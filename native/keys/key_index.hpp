@@ -67,13 +67,13 @@ class KeyIndex {
   // Reserve memory for about this many blocks. Slow: call it before the first request.
   void expect(std::size_t num_blocks);
   // Append the block of each key; unknown keys get new blocks.
-  void make(std::span<const Key> keys, std::vector<BlockId>& blocks) { known_.make(keys, blocks); }
+  void make(std::span<const Key> keys, std::vector<BlockId>& blocks);
   // before: the block in front of it in its prompt, if known.
   void begin_write(BlockId block, std::size_t column, Slot slot, Index before = kNone);
-  // Append the block of each key, new if it is unknown, and begin to write it. It counts as used.
-  // keys: of one prompt, in its order.
+  // Append the block of each key, new if it is unknown, and its hash, and begin to write it. It counts
+  // as used. keys: of one prompt, in its order.
   void write_new(std::span<const Key> keys, std::size_t column, std::span<const Slot> slots,
-                 std::vector<BlockId>& blocks);
+                 std::vector<BlockId>& blocks, std::vector<std::uint64_t>& hashes);
   void commit(BlockId block, std::size_t column);
   Slot abort(BlockId block, std::size_t column) { return leave(row(block), column); }
 
@@ -138,7 +138,8 @@ class KeyIndex {
 
   Index row(BlockId block) const { return known_.row(block); }
   void move(Index row, std::size_t column, State to);
-  void enter(Index row, std::size_t column, Index before = kNone);
+  void begin_write(Index row, std::size_t column, Slot slot, Index before, policy::Key name);
+  void enter(Index row, std::size_t column, Index before, policy::Key name);
   template <typename Tell>
   void tell_of_prompt(std::span<const Key> keys, Tell&& tell);
   void read_names(std::span<const Key> keys);

@@ -98,6 +98,10 @@ class KeyRows {
     return row < end_ && is_live(row) && id(row) == block;
   }
   void prefetch(Index row) const { rows_.prefetch(row, key_at_ + key_bytes_); }
+  // Prefetch the row of a block, if it is known.
+  void prefetch_block(BlockId block) const {
+    if (static_cast<Index>(block) < end_) prefetch(static_cast<Index>(block));
+  }
 
   Index allocate(const std::byte* key) {
     Index row = free_;

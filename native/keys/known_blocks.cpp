@@ -26,25 +26,13 @@ void KnownBlocks::expect(std::size_t num_blocks) {
   rows_.reserve(num_blocks);
 }
 
-void KnownBlocks::make(std::span<const Key> keys, std::vector<BlockId>& blocks) {
-  for_each(keys, [&](std::size_t i, std::uint64_t name) {
-    check_key(keys[i]);
-    if (rows_.key_bytes() == 0) rows_.set_key_bytes(keys[i].size);
-    Index row = find_row(name, keys[i]);
-    if (row == kNone) {
-      row = rows_.allocate(keys[i].data);
-      cells_.insert(name, row, name_of_row());
-    }
-    blocks.push_back(rows_.id(row));
-  });
-}
-
-void KnownBlocks::check_key(Key key) const {
+void KnownBlocks::check_key(Key key, Key first) const {
   if (key.size == 0 || key.size > kMaxKeyBytes)
     throw std::invalid_argument("a key has 1 to 256 bytes, not " + std::to_string(key.size));
-  if (rows_.key_bytes() > 0 && key.size != rows_.key_bytes())
+  const std::size_t num_bytes = rows_.key_bytes() > 0 ? rows_.key_bytes() : first.size;
+  if (key.size != num_bytes)
     throw std::invalid_argument("a key has " + std::to_string(key.size) +
-                                " bytes, those before it " + std::to_string(rows_.key_bytes()));
+                                " bytes, those before it " + std::to_string(num_bytes));
 }
 
 void KnownBlocks::drop(Index row) {

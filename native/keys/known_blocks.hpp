@@ -38,8 +38,9 @@ class KnownBlocks {
     return trie::prefix_hash(seed_, {key.data, key.size - std::min(group_bytes_, key.size)});
   }
   std::uint64_t name(Index row) const { return name(key(row)); }
-  // Return the hash of the whole key.
+  // Return the hash of the whole key. name: of the key.
   std::uint64_t hash(Key key) const { return trie::prefix_hash(seed_, key); }
+  std::uint64_t hash(Key key, std::uint64_t name) const { return has_groups() ? hash(key) : name; }
 
   // Throws UnknownBlock.
   Index row(BlockId block) const {
@@ -54,24 +55,41 @@ class KnownBlocks {
   // Call visit(i, row, name) for each key, in order; row is kNone if the key is unknown.
   template <typename Visit>
   void find(std::span<const Key> keys, Visit&& visit) const {
-    for_each(keys, [&](std::size_t i, std::uint64_t name) {
+    const auto none = [](std::uint64_t) {};
+    for_each(keys, none, [&](std::size_t i, std::uint64_t name) {
       visit(i, keys[i].size == rows_.key_bytes() ? find_row(name, keys[i]) : kNone, name);
     });
   }
 
   // Reserve memory for about this many blocks. Slow: call it before the first request.
   void expect(std::size_t num_blocks);
-  // Append the block of each key, new if it is unknown. Throws std::invalid_argument for a key of
-  // another length.
-  void make(std::span<const Key> keys, std::vector<BlockId>& blocks);
+  // Call visit(i, row, name) for each key, in order; the row is new if the key is unknown. ahead: called
+  // with each name before. Throws std::invalid_argument for a key of another length, before any call.
+  template <typename Ahead, typename Visit>
+  void make(std::span<const Key> keys, Ahead&& ahead, Visit&& visit) {
+    for (const Key key : keys) check_key(key, keys.front());
+    for_each(keys, ahead, [&](std::size_t i, std::uint64_t name) {
+      if (rows_.key_bytes() == 0) rows_.set_key_bytes(keys[i].size);
+      Index row = find_row(name, keys[i]);
+      if (row == kNone) {
+        row = rows_.allocate(keys[i].data);
+        cells_.insert(name, row, name_of_row());
+      }
+      visit(i, row, name);
+    });
+  }
   // Forget a block.
   void drop(Index row);
   // Call visit(i) for each block, in order, with the memory that `drop` reads prefetched.
   template <typename Visit>
   void for_each_dropped(std::span<const BlockId> blocks, Visit&& visit) const {
+    constexpr std::size_t kAhead = 16;  // blocks whose rows are prefetched at a time
     cells_.for_each(
         blocks.size(),
-        [&](std::size_t i) { return rows_.has(blocks[i]) ? name(row(blocks[i])) : 0; },
+        [&](std::size_t i) {
+          if (i + kAhead < blocks.size()) rows_.prefetch_block(blocks[i + kAhead]);
+          return rows_.has(blocks[i]) ? name(row(blocks[i])) : 0;
+        },
         [&](Index row) { rows_.prefetch(row); }, [&](std::size_t i, std::uint64_t) { visit(i); });
   }
 
@@ -87,14 +105,20 @@ class KnownBlocks {
   auto name_of_row() const {
     return [this](Index row) { return name(row); };
   }
-  // Call visit(i, name) for each key, with the memory that it reads prefetched.
-  template <typename Visit>
-  void for_each(std::span<const Key> keys, Visit&& visit) const {
+  // Call visit(i, name) for each key, with the memory that it reads prefetched; ahead(name) before.
+  template <typename Ahead, typename Visit>
+  void for_each(std::span<const Key> keys, Ahead&& ahead, Visit&& visit) const {
     cells_.for_each(
-        keys.size(), [&](std::size_t i) { return name(keys[i]); },
+        keys.size(),
+        [&](std::size_t i) {
+          const std::uint64_t its_name = name(keys[i]);
+          ahead(its_name);
+          return its_name;
+        },
         [&](Index row) { rows_.prefetch(row); }, visit);
   }
-  void check_key(Key key) const;
+  // first: the key whose length others have, if no key is known yet.
+  void check_key(Key key, Key first) const;
 
   std::size_t group_bytes_;
   std::uint64_t seed_;  // secret, so that a client cannot choose keys whose hashes collide

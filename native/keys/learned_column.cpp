@@ -50,8 +50,7 @@ Index LearnedColumn::in_front_of(Index row) const {
   return place == kNone ? kNone : places_.row(place);
 }
 
-void LearnedColumn::enter(Index row, Index behind) {
-  const policy::Key name = known_.name(row);
+void LearnedColumn::enter(Index row, Index behind, policy::Key name) {
   const Index beside = known_.has_groups() ? row_named(name) : kNone;
   if (beside != kNone) places_.join(row, beside);
   else live_->entered(name, places_.make(row), {}, behind);

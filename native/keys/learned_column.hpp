@@ -43,8 +43,8 @@ class LearnedColumn final : private policy::Keeper {
   Index in_front_of(Index row) const;
 
   // Report that the column has a block. behind: the place in front of it, for a block that was in
-  // no request.
-  void enter(Index row, Index behind);
+  // no request. name: of the block.
+  void enter(Index row, Index behind, policy::Key name);
   void let_go(Index row) { live_->let_go(places_.of(row)); }
   // Evict the next place, and append its rows. Return whether there is one.
   bool evict(std::vector<Index>& rows);

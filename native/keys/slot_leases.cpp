@@ -47,9 +47,11 @@ void SlotLeases::reserve(std::span<const Slot> slots) {
 }
 
 void SlotLeases::reserve_new(std::span<const KeyIndex::Key> keys, std::span<const Slot> slots,
-                             double now, std::vector<BlockId>& blocks) {
+                             double now, std::vector<BlockId>& blocks,
+                             std::vector<std::uint64_t>& hashes) {
   blocks.clear();
-  index_.write_new(keys, column_, slots, blocks);
+  hashes.clear();
+  index_.write_new(keys, column_, slots, blocks, hashes);
   for (std::size_t i = 0; i < slots.size(); ++i) {
     const Slot slot = slots[i];
     const auto generation = static_cast<std::uint64_t>(arrays_.generations[slot]);

@@ -54,9 +54,9 @@ class SlotLeases {
                     std::vector<BlockId>& blocks);
 
   // Begin to write blocks of one prompt, in its order, which the column has not, to slots that were
-  // free. blocks: the blocks of the keys.
+  // free. blocks, hashes: of the keys.
   void reserve_new(std::span<const KeyIndex::Key> keys, std::span<const Slot> slots, double now,
-                   std::vector<BlockId>& blocks);
+                   std::vector<BlockId>& blocks, std::vector<std::uint64_t>& hashes);
   // End reservations whose slots have been filled with blocks of one prompt, in its order. Unless
   // all of them are this user's, each once, it returns false, and nothing has changed.
   bool commit(std::span<const std::uint64_t> slots, std::span<const std::uint64_t> depths,

@@ -54,8 +54,10 @@ class Expected {
     }
   }
 
+  void prefetch(Key key) const { cells_.prefetch(key); }
   // Remove and return the entry of a block, if it is expected.
   std::optional<Entry> take(Key key) {
+    if (entries_.size() == 0) return std::nullopt;  // reads no memory
     const Index entry =
         cells_.erase(key, [&](Index other) { return entries_[other].key == key; });
     if (entry == kNone) return std::nullopt;

@@ -59,6 +59,8 @@ class Live {
   // eviction below which a block is not admitted, even to a free slot.
   virtual void admit(std::span<const Key> names, std::size_t num_free, double least_chance,
                      std::vector<std::uint32_t>& which) = 0;
+  // Prefetch what `entered` reads of a block.
+  virtual void prefetch(Key) const {}
   // Report that a block is resident. Without a place it takes the one in the request that expects
   // it, else the one after the item `behind`.
   virtual void entered(Key name, Index item, std::optional<Place> place, Index behind = kNone) = 0;

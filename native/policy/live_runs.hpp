@@ -34,6 +34,7 @@ class LiveRuns final : public RunPolicy, public Live {
               double now) override;
   void admit(std::span<const Key> names, std::size_t num_free, double least_chance,
              std::vector<std::uint32_t>& which) override;
+  void prefetch(Key name) const override { expected_.prefetch(name); }
   void entered(Key name, Index item, std::optional<Place> place, Index behind = kNone) override;
   void begin_evicting() override { victim_ = kNone; }
   Index next_victim() override;

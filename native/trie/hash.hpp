@@ -20,10 +20,19 @@ inline std::uint64_t fold(std::uint64_t a, std::uint64_t b) {
   return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
 }
 
-inline std::uint64_t word(const std::byte* at, std::size_t num_bytes = 8) {
-  std::uint64_t value = 0;
-  std::memcpy(&value, at, num_bytes);
+template <typename Number = std::uint64_t>
+std::uint64_t word(const std::byte* at) {
+  Number value;
+  std::memcpy(&value, at, sizeof(value));
   return value;
+}
+
+// Fewer than 8 bytes. Loads of fixed size overlap, since a copy of variable size is slow.
+inline std::uint64_t last_word(const std::byte* at, std::size_t num_bytes) {
+  if (num_bytes >= 4)
+    return word<std::uint32_t>(at) | word<std::uint32_t>(at + num_bytes - 4) << 8 * (num_bytes - 4);
+  const auto byte = [at](std::size_t i) { return std::to_integer<std::uint64_t>(at[i]) << 8 * i; };
+  return byte(0) | byte(num_bytes / 2) | byte(num_bytes - 1);
 }
 
 }  // namespace detail
@@ -41,8 +50,8 @@ inline std::uint64_t prefix_hash(std::uint64_t before, Label label) {
     even = detail::fold(detail::word(at) ^ even, detail::word(at + 8) ^ kOdd[2]);
     odd = detail::fold(detail::word(at + 16) ^ odd, detail::word(at + 24) ^ kOdd[3]);
   }
-  for (; left > 0; left -= left < 8 ? left : 8, at += 8)
-    even = detail::fold(detail::word(at, left < 8 ? left : 8) ^ even, kOdd[2]);
+  for (; left >= 8; left -= 8, at += 8) even = detail::fold(detail::word(at) ^ even, kOdd[2]);
+  if (left > 0) even = detail::fold(detail::last_word(at, left) ^ even, kOdd[2]);
   return detail::fold(even ^ kOdd[3], odd ^ label.size ^ kOdd[0]);
 }
 

@@ -202,10 +202,12 @@ class SlotLeases:
         room: int,
         key_bytes: int,
         segments: tuple[tuple[FreeSlots, int], ...],
+        make_room: Callable[[int, Numbers[int]], tuple[tuple[FreeSlots, int], ...] | None],
         mask: int,
         has_overdue: bool,
         now: float,
     ) -> tuple[bytes, Numbers[int], Numbers[int], bytes, Numbers[int], Numbers[int]] | None: ...
+    def admits(self, num_free: int) -> bool: ...
     def serve_commit(
         self, content: bytes | memoryview, room: int
     ) -> tuple[Numbers[int], Numbers[int], bool] | None: ...

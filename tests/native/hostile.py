@@ -291,7 +291,12 @@ class Hostile:
             message = message[:at] + bytes([self.random.randrange(256)]) + message[at + 1 :]
         free = _native.FreeSlots(5)
         free.open(0, 5)
+        segments = (
+            *(((free, 0),), ((free, 0),), ((free, 0), (free, 0)), ((free, 3),), (), (1,)),
+            *(None, 1, []),
+        )
         calls: dict[str, tuple[Any, ...]] = {
+            "admits": (self.number(),),
             "lease": (pick((known, self.numbers())), pick(TIMES)),
             "release": (slots,),
             "reserve": (pick((self.numbers(), [0, 7], slots)),),
@@ -301,7 +306,8 @@ class Hostile:
                 message,
                 pick((7, 7, 0)),
                 pick((1, 1, 3, 0, 2**63)),
-                pick((((free, 0),), ((free, 0),), ((free, 0), (free, 0)), ((free, 3),), (), (1,))),
+                pick(segments),
+                pick((None, lambda *_: pick(segments), self._admit_some, self._reserve_again)),
                 pick((0, 1, 2**63)),
                 pick((True, False)),
                 pick(TIMES),
@@ -316,6 +322,23 @@ class Hostile:
             getattr(self.leases, name)(*calls[name])
 
         return self.named(name, call, calls[name])
+
+    def _admit_some(self, num_new: int, ready: Any) -> Any:
+        """Make room for a reservation, with other calls meanwhile."""
+        self.leases.admits(self.random.randrange(4))
+        self.keyed.release(ready, TIERS[0])
+        free = _native.FreeSlots(8)
+        free.open(0, num_new)
+        return ((free, 0),)
+
+    def _reserve_again(self, *_: Any) -> Any:
+        """Make no room, but call others that use the same memory of the core."""
+        self.keyed.evict(TIERS[0], 1)
+        for message in MESSAGES:
+            self.leases.serve(message, 7, 1, True, 0.0)
+            served = self.leases.serve_reserve(message, 7, 1, (), lambda *_: None, 0, False, 0.0)
+            assert served is None
+        return None
 
     def _sound_leases(self) -> _native.SlotLeases:
         """Return valid leases on eight slots."""

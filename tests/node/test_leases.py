@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.cache.block_cache import BlockState
-from kvtier.core.types import HOST
+from kvtier.core.types import HOST, BlockId
 from kvtier.devices.cpu import CpuDevice
 from kvtier.index.slot_leases import PythonSlotLeases
 from kvtier.node.client.cache import NodeCache
@@ -147,7 +147,7 @@ def test_simple_messages_are_answered_as_all_are(
     if isinstance(held._leases, PythonSlotLeases):
         content = memoryview(b"")
         assert held._leases.serve(content, 0, 8, True, 0.0) is None
-        assert held._leases.serve_reserve(content, 0, 8, (), 0, False, 0.0) is None
+        assert held._leases.serve_reserve(content, 0, 8, (), no_room, 0, False, 0.0) is None
         assert held._leases.serve_commit(content, 0) is None
         return
     partition, key_bytes = held.partition, held.partition.key.key_bytes
@@ -200,11 +200,18 @@ def test_damaged_messages_are_not_served_simply(
             served = held._leases.serve(memoryview(damaged), 7, 8, True, 0.0)
             if served is not None:
                 assert type(decode_engine(damaged)) in (LookupRequest, ReleaseNotice)
-            assert held._leases.serve_reserve(memoryview(damaged), 7, 8, (), 0, False, 0.0) is None
+            reserved = held._leases.serve_reserve(
+                memoryview(damaged), 7, 8, (), no_room, 0, False, 0.0
+            )
+            assert reserved is None
             if held._leases.serve_commit(memoryview(damaged), 7) is not None:
                 assert isinstance(decode_engine(damaged), CommitNotice)
         assert held._leases.serve(memoryview(whole), 8, 8, True, 0.0) is None
     list(held.end())
+
+
+def no_room(num_new: int, ready: Sequence[BlockId]) -> None:
+    """Make no room."""
 
 
 def content_of(message: FromEngine) -> memoryview:

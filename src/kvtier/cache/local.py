@@ -463,11 +463,15 @@ class LocalBlockCache(BlockCache):
         left = [key for change in self._changes[num_changes:] for key in change.keys]
         return Reserved(reserved.keys, reserved.slots, left)
 
-    def make_room(self, keys: Sequence[bytes]) -> None:
-        """Free slots for those of ``keys`` that are not in memory, if it admits all of them."""
-        new, ready = self._index.missing(keys, self.memory)
-        self._grow(len(new))
-        self.ladder.make_room(self._index, new, ready)
+    def make_room(
+        self, num_new: int, ready: Sequence[BlockId], admits: Callable[[int], bool]
+    ) -> None:
+        """Free slots of memory for new blocks of a prompt; see ``Ladder.make_room``.
+
+        ready: its blocks that are in memory.
+        """
+        self._grow(num_new)
+        self.ladder.make_room(num_new, ready, admits)
 
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
         """Note that blocks have been copied into their slots, and queue their writes to storage."""

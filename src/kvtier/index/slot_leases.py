@@ -5,7 +5,7 @@ The native core implements ``SlotLeases`` as well; tests compare both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -41,6 +41,8 @@ class SlotArrays(NamedTuple):
     segment_bytes: int
 
 
+Segments: TypeAlias = tuple[tuple[FreeSlots, int], ...]
+"""Segments with free slots: these, and the first slot of each."""
 ServedReserve: TypeAlias = tuple[
     bytes, Sequence[BlockId], Sequence[Slot], bytes, Sequence[int], Sequence[BlockId]
 ]
@@ -102,12 +104,13 @@ class SlotLeases(Protocol):
         content: memoryview,
         room: int,
         key_bytes: int,
-        segments: Sequence[tuple[FreeSlots, int]],
+        segments: Segments,
+        make_room: Callable[[int, Sequence[BlockId]], Segments | None],
         mask: int,
         has_overdue: bool,
         now: float,
     ) -> ServedReserve | None:
-        """Serve a ``ReserveRequest`` in one call, if there are as many free slots as new blocks.
+        """Serve a ``ReserveRequest`` in one call, if all new blocks get slots.
 
         The new blocks are being written then, and all of ``arrays`` say so. The caller counts
         the slots.
@@ -118,14 +121,23 @@ class SlotLeases(Protocol):
             key_bytes: length of the room's keys.
             segments: each a segment's free slots, of which the reserved ones are taken, and its
                 first slot. They are used in this order.
+            make_room: called if they are too few, with the number of new blocks and the blocks of
+                the prompt that are ready. Returns segments with as many free slots, or None. It may
+                call ``admits``.
             mask: chooses blocks by their hash.
             has_overdue: whether some reservations are overdue. Then all blocks must be new.
             now: the time.
 
         Returns:
             The frame of the answer; the new blocks, their slots and generations (int64 bytes); the
-            hashes that are 0 under ``mask``, and their blocks. None for any other message, and if
-            no block is new: nothing has changed.
+            hashes that are 0 under ``mask``, and their blocks. None for any other message, if no
+            block is new, and without room: nothing has changed.
+        """
+
+    def admits(self, num_free: int) -> bool:
+        """Return whether the tier admits all new blocks, given so many free slots.
+
+        To be called by ``make_room`` of ``serve_reserve``, whose blocks are meant.
         """
 
     def serve_commit(self, content: memoryview, room: int) -> ServedCommit | None:
@@ -210,6 +222,10 @@ class PythonSlotLeases:
     def serve_reserve(self, *_: object) -> ServedReserve | None:
         """Return None; see ``serve``."""
         return None
+
+    def admits(self, num_free: int) -> bool:
+        """Return False: no message is served."""
+        return False
 
     def serve_commit(self, *_: object) -> ServedCommit | None:
         """Return None; see ``serve``."""

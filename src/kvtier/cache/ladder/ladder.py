@@ -183,6 +183,7 @@ class Ladder:
         self.lookup_storage = lookup.begin
         # -- upkeep
         self.on_admit = self._reuse_sampler.on_admit
+        self.on_admit_sampled = self._reuse_sampler.on_admit_sampled
         self.note_arrivals = self._transient_blocks.note
         self.cost_snapshot = transfers.cost_snapshot
         self.drop_lost = transfers.drop_lost
@@ -242,17 +243,20 @@ class Ladder:
         self._reuse_sampler.on_admit(hashes, blocks)
         return ReservedBlocks(keys, blocks, slots)
 
-    def make_room(self, index: KeyIndex, keys: Sequence[bytes], but_not: Sequence[BlockId]) -> None:
-        """Evict blocks until new ones have free slots, if all of them are admitted.
+    def make_room(
+        self, num_blocks: int, but_not: Sequence[BlockId], admits: Callable[[int], bool]
+    ) -> None:
+        """Evict blocks of the fastest tier until new ones have free slots, if it admits all of them.
 
-        index, keys, but_not: see ``reserve``.
+        but_not: see ``reserve``. admits: return whether all are admitted; called with the number of
+        free slots if these are too few.
         """
 
         def admit() -> int:
-            admitted, passing = self._admission.admit_keys(index, keys, self.fastest)
-            return 0 if passing else len(admitted)
+            num_free = self._topology.allocators[self.fastest].num_free
+            return num_blocks if admits(num_free) else 0
 
-        self._eviction.make_room(len(keys), but_not, admit, is_partial=False)
+        self._eviction.make_room(num_blocks, but_not, admit, is_partial=False)
 
     @property
     def sample_mask(self) -> int:

@@ -51,12 +51,14 @@ class ReuseSampler:
         """
         its = np.asarray(hashes if isinstance(hashes, Sequence) else list(hashes), np.int64)
         chosen = np.flatnonzero((its & self._mask) == 0)
-        if not len(chosen):
-            return
-        marks = its[chosen].tolist()
-        self._marks.update(zip(as_array(blocks)[chosen].tolist(), marks, strict=True))
+        if len(chosen):
+            self.on_admit_sampled(its[chosen].tolist(), as_array(blocks)[chosen].tolist())
+
+    def on_admit_sampled(self, hashes: Sequence[int], blocks: Sequence[BlockId]) -> None:
+        """Like ``on_admit``, for blocks of the sample."""
+        self._marks.update(zip(blocks, hashes, strict=True))
         if self._gone:
-            self._note_returns(marks)
+            self._note_returns(hashes)
         while len(self._marks) > MAX_MARKED:
             self._halve()
 
@@ -75,7 +77,10 @@ class ReuseSampler:
     def on_evict(self, blocks: Sequence[BlockId], tier: str) -> None:
         """Note blocks that are evicted from ``tier``."""
         marks, now = self._marks, self._clock()
-        chosen = [block for block in blocks if block in marks]
+        leaving = as_array(blocks).tolist()
+        if marks.keys().isdisjoint(leaving):  # as usual, and several times as fast as a loop
+            return
+        chosen = [block for block in leaving if block in marks]
         for block in chosen:
             self._gone.pop((tier, marks[block]), None)
             self._gone[tier, marks[block]] = now

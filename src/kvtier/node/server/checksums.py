@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,9 @@ MAX_WAITING = 1 << 16
 """Most groups of blocks that wait for their records. The oldest get none: they are evicted first"""
 IDLE = 19
 """Nice value of the thread that writes records: it has the time that nobody else wants."""
+COLLECT_S = 0.01
+"""Blocks that are stored in this time get their records together: each time that the thread wakes, it
+takes the interpreter from the node's own thread."""
 CLOSE_WAIT_S = 10.0
 
 
@@ -100,7 +104,11 @@ class Worker(ABC, Generic[Work]):
                 self._carry_out(self._waiting.popleft())
             self._is_working = False
             if self._is_wanted and not self._waiting:
-                self._wakes.wait()
+                self._wait()
+
+    def _wait(self) -> None:
+        """Wait for work."""
+        self._wakes.wait()
 
     @property
     def is_idle(self) -> bool:
@@ -134,6 +142,10 @@ class RecordWriter(Worker[WrittenBlocks]):
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, get_native_id(), IDLE)
         super()._run()
+
+    def _wait(self) -> None:
+        super()._wait()
+        time.sleep(COLLECT_S)
 
     def _carry_out(self, work: WrittenBlocks) -> None:
         try:

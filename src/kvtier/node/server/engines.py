@@ -21,18 +21,11 @@ from kvtier.cache.block_cache import Reserved
 from kvtier.core.errors import CacheError
 from kvtier.core.types import BlockId
 from kvtier.index.selection import Int64s, as_array, as_numbers
+from kvtier.index.slot_leases import Segments
 from kvtier.node.server.partition import Partition
 from kvtier.node.server.users import SlotUser
 from kvtier.node.wire.frame_socket import FrameSocket
-from kvtier.node.wire.protocol import (
-    MAX_AT_ONCE,
-    CostsNotice,
-    ReserveRequest,
-    Turns,
-    decode_engine,
-    split_keys,
-    turns_of,
-)
+from kvtier.node.wire.protocol import CostsNotice, Turns, turns_of
 
 SO_PEERPIDFD = 77
 """Socket option for the process descriptor of the peer (Linux 6.5)."""
@@ -123,6 +116,7 @@ class Holdings:
         self._leases = partition.slot_leases(user, self.num_leases, self.is_reserved)
         self._key_bytes, self._is_alone = partition.key.key_bytes, not partition.cache.storages
         self.num_reserved = 0
+        self._segments: Sequence[int] = ()  # whose slots are taken by ``_serve_reserve``
 
     def lease(self, blocks: Sequence[BlockId]) -> tuple[bytes, bytes]:
         """Lease blocks that are in memory, once more.
@@ -159,15 +153,13 @@ class Holdings:
 
     def _serve_reserve(self, content: memoryview, number: int) -> bytes | None:
         """Reserve slots for new blocks, if all are admitted; return the frame of the answer."""
-        its, num_keys = self.partition, len(content) // self._key_bytes
-        if num_keys > its.tier.num_free and not self._make_room(content, number):
-            return None
-        segments = its.tier.segments_for(num_keys)
+        its = self.partition
         served = self._leases.serve_reserve(
             content,
             number,
             self._key_bytes,
-            its.tier.free_slots(segments),
+            self._segments_for(len(content) // self._key_bytes),
+            self._make_room,
             its.sample_mask,
             its.reservations.has_overdue(),
             its.clock(),
@@ -175,21 +167,22 @@ class Holdings:
         if served is None:
             return None
         frame, blocks, slots, generations, hashes, sampled = served
-        its.tier.note_taken(segments, len(slots))
+        its.tier.note_taken(self._segments, len(slots))
         its.note_reserved(blocks, hashes, sampled)
         self.num_reserved += len(slots)
         its.reservations.add(self.is_reserved, slots, generations)
         return frame
 
-    def _make_room(self, content: memoryview, number: int) -> bool:
-        """Free slots for the new blocks of a ``ReserveRequest``. False if it is to be decoded."""
-        message = decode_engine(content)
-        if not isinstance(message, ReserveRequest) or message.partition != number:
-            return False
-        keys = split_keys(message.keys, self._key_bytes)
-        if 0 < len(keys) <= MAX_AT_ONCE:
-            self.partition.cache.make_room(keys)
-        return True
+    def _segments_for(self, num_blocks: int) -> Segments:
+        tier = self.partition.tier
+        self._segments = tier.segments_for(num_blocks)
+        return tier.free_slots(self._segments)
+
+    def _make_room(self, num_new: int, ready: Sequence[BlockId]) -> Segments | None:
+        """Free slots for new blocks, if all are admitted; see ``SlotLeases.serve_reserve``."""
+        self.partition.cache.make_room(num_new, ready, self._leases.admits)
+        has_room = num_new <= self.partition.tier.num_free
+        return self._segments_for(num_new) if has_room else None
 
     def _serve_commit(self, content: memoryview, number: int) -> bool:
         its = self.partition

@@ -213,7 +213,7 @@ class Partition:
         """
         self._ladder.note_arrivals(blocks, ())
         if hashes:
-            self._ladder.on_admit(hashes, sampled)
+            self._ladder.on_admit_sampled(hashes, sampled)
 
     @property
     def slot_arrays(self) -> SlotArrays:
