@@ -246,7 +246,7 @@ class Ladder:
     def make_room(
         self, num_blocks: int, but_not: Sequence[BlockId], admits: Callable[[int], bool]
     ) -> None:
-        """Evict blocks of the fastest tier until new ones have free slots, if it admits all of them.
+        """Evict blocks of the fastest tier until new ones have free slots, if all are admitted.
 
         but_not: see ``reserve``. admits: return whether all are admitted; called with the number of
         free slots if these are too few.

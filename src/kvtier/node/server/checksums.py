@@ -35,8 +35,8 @@ MAX_WAITING = 1 << 16
 IDLE = 19
 """Nice value of the thread that writes records: it has the time that nobody else wants."""
 COLLECT_S = 0.01
-"""Blocks that are stored in this time get their records together: each time that the thread wakes, it
-takes the interpreter from the node's own thread."""
+"""Seconds for which blocks are collected before their records are written: each time that the thread
+wakes, it takes the interpreter from the node's own thread."""
 CLOSE_WAIT_S = 10.0
 
 
