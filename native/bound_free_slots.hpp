@@ -41,12 +41,16 @@ class FreeSlots {
     num_opened_ = stop;
   }
 
-  void free(nb::handle freed) {
+  // first: the number of the first slot, as `freed` counts them.
+  void free(nb::handle freed, nb::handle first) {
     std::vector<slots::Slot> these;
+    const auto start = static_cast<slots::Slot>(to_count(first, "first", kMaxSlots - 1));
     checked([&] { Given(freed, "slots must be a sequence").slots(these); });
-    for (const slots::Slot slot : these)
-      if (slot >= num_opened_)
+    for (slots::Slot& slot : these) {
+      if (slot < start || slot - start >= num_opened_)
         fail(PyExc_ValueError, "slot %u is none of the %zu that are open", slot, num_opened_);
+      slot -= start;
+    }
     const std::size_t twice = free_.free(these);
     if (twice != free_.num_slots())
       fail(PyExc_AssertionError, "slot %zu was freed twice", twice);

@@ -23,11 +23,12 @@ template <typename Item>
 class Column {
  public:
   Column(const char* name, nb::handle array) {
-    if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_CONTIG) != 0) {
+    if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_CONTIG | PyBUF_FORMAT) != 0) {
       PyErr_Clear();
       fail(PyExc_TypeError, "%s must be an array that can be written to, C-contiguous", name);
     }
-    if (view_.ndim == 1 && view_.itemsize == sizeof(Item)) return;
+    const bool has_objects = view_.format != nullptr && std::strchr(view_.format, 'O') != nullptr;
+    if (view_.ndim == 1 && view_.itemsize == sizeof(Item) && !has_objects) return;
     PyBuffer_Release(&view_);
     fail(PyExc_ValueError, "%s must have one dimension, and items of %zu bytes", name, sizeof(Item));
   }
@@ -201,7 +202,7 @@ class SlotLeases {
     if (!notice || notice->room != room || notice->slots.size() != notice->depths.size() ||
         notice->slots.size() % 8 != 0 || notice->slots.size() > 8 * kMaxAtOnce)
       return nb::none();
-    for (const auto [from, to] : {std::pair{notice->slots, &named_}, {notice->depths, &which_}}) {
+    for (const auto& [from, to] : {std::pair{notice->slots, &named_}, {notice->depths, &which_}}) {
       to->resize(from.size() / 8);
       if (!from.empty()) std::memcpy(to->data(), from.data(), from.size());
     }

@@ -29,7 +29,7 @@ namespace kvtier {
 //   1 byte:  cells of 5 bytes, for tables whose size is known in advance.
 //
 // is_it(number): whether the number is the one searched for. hash_of(number): hash of a listed
-// number. Not thread-safe.
+// number; hash_of.prefetch(number), if it exists, prefetches what that reads. Not thread-safe.
 template <typename Tag>
 class Cells {
  public:
@@ -238,8 +238,13 @@ class Cells {
       std::swap(to, cells);
       const std::size_t num_before = num_cells;
       num_cells = static_cast<std::uint32_t>(num);
-      for (const Cell* cell = to.get(); cell != to.get() + num_before; ++cell)
-        if (!cell->is_empty()) put(cell->tag, home_bits(*cell, hash_of), cell->number());
+      for (std::size_t at = 0; at < num_before; ++at) {
+        if constexpr (requires { hash_of.prefetch(Number{}); })
+          if (const std::size_t next = at + kAhead; next < num_before && !to[next].is_empty())
+            hash_of.prefetch(to[next].number());
+        if (const Cell& cell = to[at]; !cell.is_empty())
+          put(cell.tag, home_bits(cell, hash_of), cell.number());
+      }
     }
   };
 

@@ -70,8 +70,8 @@ class KeyIndex {
   void make(std::span<const Key> keys, std::vector<BlockId>& blocks);
   // before: the block in front of it in its prompt, if known.
   void begin_write(BlockId block, std::size_t column, Slot slot, Index before = kNone);
-  // Append the block of each key, new if it is unknown, and its hash, and begin to write it. It counts
-  // as used. keys: of one prompt, in its order.
+  // Append the block of each key, new if it is unknown, and its hash, and begin to write it. It
+  // counts as used. keys: of one prompt, in its order.
   void write_new(std::span<const Key> keys, std::size_t column, std::span<const Slot> slots,
                  std::vector<BlockId>& blocks, std::vector<std::uint64_t>& hashes);
   void commit(BlockId block, std::size_t column);

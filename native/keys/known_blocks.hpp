@@ -63,8 +63,9 @@ class KnownBlocks {
 
   // Reserve memory for about this many blocks. Slow: call it before the first request.
   void expect(std::size_t num_blocks);
-  // Call visit(i, row, name) for each key, in order; the row is new if the key is unknown. ahead: called
-  // with each name before. Throws std::invalid_argument for a key of another length, before any call.
+  // Call visit(i, row, name) for each key, in order; the row is new if the key is unknown.
+  // ahead(name) is called some keys before. Throws std::invalid_argument for a key of another
+  // length, before any call.
   template <typename Ahead, typename Visit>
   void make(std::span<const Key> keys, Ahead&& ahead, Visit&& visit) {
     for (const Key key : keys) check_key(key, keys.front());
@@ -102,9 +103,13 @@ class KnownBlocks {
       return std::memcmp(rows_.key(row), key.data, rows_.key_bytes()) == 0;
     });
   }
-  auto name_of_row() const {
-    return [this](Index row) { return name(row); };
-  }
+  struct NameOfRow {
+    const KnownBlocks& known;
+
+    std::uint64_t operator()(Index row) const { return known.name(row); }
+    void prefetch(Index row) const { known.rows_.prefetch(row); }
+  };
+  NameOfRow name_of_row() const { return {*this}; }
   // Call visit(i, name) for each key, with the memory that it reads prefetched; ahead(name) before.
   template <typename Ahead, typename Visit>
   void for_each(std::span<const Key> keys, Ahead&& ahead, Visit&& visit) const {

@@ -24,6 +24,8 @@ void Ghosts::lose(Index kept) {
 
 void Ghosts::drop(Index& ghost, std::uint32_t end) {
   if (ghost == kNone) return;
+  for (Index kept = ghosts_[ghost].first; kept != kNone; kept = keys_[kept].next)
+    cells_.prefetch(keys_[kept].key);
   for (Index kept = ghosts_[ghost].first; kept != kNone;) {
     const Index next = keys_[kept].next;
     if (keys_[kept].at < end) lose(kept);

@@ -167,6 +167,15 @@ def test_keys_of_another_length_are_refused(index: KeyIndex) -> None:
             index.make([wrong])
 
 
+@pytest.mark.skipif(not NATIVE, reason="hashes of the native core")
+@pytest.mark.parametrize("num_bytes", range(1, 42))
+def test_each_byte_of_a_key_counts_in_its_hash(num_bytes: int) -> None:
+    keys = [bytes(num_bytes)]
+    keys += [bytes(at) + b"\1" + bytes(num_bytes - at - 1) for at in range(num_bytes)]
+    index = NativeKeyIndex({HOST: LRU}, lambda: NS)
+    assert len(set(index.hashes(index.make(keys)))) == len(keys)
+
+
 def test_what_is_expected_has_room_and_what_is_known_stays(index: KeyIndex) -> None:
     blocks = put(index, KEYS)
     index.expect(100_000)

@@ -382,6 +382,7 @@ class Hostile:
             (self.slot_table, "find", (given,)),
             (self.key_table, pick(("put", "remove")), (given, some)),
             (self.key_table, "find", (given,)),
+            (_native, "free_rows", (pick((some, self.numbers())), self.array(), self.array())),
         ]
         table, name, arguments = pick(calls)
         return self.named(name, lambda: getattr(table, name)(*arguments), arguments)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.core.reference import free_slots as reference
 from kvtier.core.reference.free_slots import FreeSlots as Reference
 from tests.native.twins import both
 
@@ -79,6 +81,31 @@ def test_what_is_wrong_changes_nothing(make: Make) -> None:
             call()
         assert (free.num_free(), free.longest_run()) == (10, 10)
     assert free.take(10) == list(range(70, 80))
+
+
+def test_slots_may_be_numbered_from_another_one(make: Make) -> None:
+    free = all_open(make, 10)
+    free.take(10)
+    free.free([105, 107], 100)
+    assert free.take(2) == [5, 7]
+    for wrong in 99, 110:
+        with pytest.raises(ValueError, match=f"slot {wrong} is none of the 10"):
+            free.free([wrong], 100)
+
+
+core = both(reference)
+
+
+def test_rows_of_freed_slots_have_even_generations_and_no_users(core: Any) -> None:
+    generations, users = np.array([0, 1, 2, 3, 2**63 - 1]), np.full(5, 7, np.uint64)
+    assert core.free_rows([3, 1, 2], generations, users) == (1, 3)
+    assert generations.tolist() == [0, 2, 4, 4, 2**63 - 1]
+    assert users.tolist() == [7, 0, 0, 0, 7]
+    with pytest.raises(ValueError, match="slot 5 has no row"):
+        core.free_rows([0, 5], generations, users)
+    with pytest.raises(ValueError, match="there is none"):
+        core.free_rows([], generations, users)
+    assert generations[0] == 0
 
 
 steps = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 10_000)), max_size=40)

@@ -13,7 +13,7 @@ from kvtier.core import hot
 from kvtier.core.reference import crc, planes, quantize
 from kvtier.core.reference.copy import copy_batch as reference_copy_batch
 from kvtier.core.reference.copy import copy_checked as reference_copy_checked
-from kvtier.core.reference.free_slots import FreeSlots
+from kvtier.core.reference.free_slots import FreeSlots, free_rows
 from kvtier.core.reference.key_table import KeyTable
 from kvtier.core.reference.receive import receive_values as reference_receive_values
 from kvtier.core.reference.slot_table import SlotTable
@@ -28,6 +28,7 @@ TWINS = {
     "crc32c_many": crc.crc32c_many,
     "crc32c_rows": crc.crc32c_rows,
     "choose_planes": planes.choose_planes,
+    "free_rows": free_rows,
     "join_planes": planes.join_planes,
     "pack_tokens": reference_pack_tokens,
     "quantize_channels": quantize.quantize_channels,

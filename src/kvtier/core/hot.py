@@ -34,6 +34,7 @@ else:
             crc32c,
             crc32c_many,
             crc32c_rows,
+            free_rows,
             join_planes,
             pack_tokens,
             quantize_channels,
@@ -51,7 +52,7 @@ else:
 if _reason:
     from kvtier.core.reference.copy import copy_batch, copy_checked
     from kvtier.core.reference.crc import crc32c, crc32c_many, crc32c_rows
-    from kvtier.core.reference.free_slots import FreeSlots  # type: ignore[assignment]
+    from kvtier.core.reference.free_slots import FreeSlots, free_rows  # type: ignore[assignment]
     from kvtier.core.reference.key_table import KeyTable  # type: ignore[assignment]
     from kvtier.core.reference.packed import Keys, Numbers  # type: ignore[assignment]
     from kvtier.core.reference.planes import choose_planes, join_planes, split_planes
@@ -95,6 +96,7 @@ __all__ = [
     "crc32c",
     "crc32c_many",
     "crc32c_rows",
+    "free_rows",
     "join_planes",
     "pack_tokens",
     "quantize_channels",

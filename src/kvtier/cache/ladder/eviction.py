@@ -102,12 +102,14 @@ class Eviction:
         tier = self.topology.fastest
         allocator = self.topology.allocators[tier]
         self._tell_room(tier)
+        if num_slots <= allocator.num_free:
+            return num_slots
         self.index.lease(but_not, tier)
-        num_admitted = num_slots if num_slots <= allocator.num_free else admit()
+        num_admitted = admit()
         if is_partial or num_admitted == num_slots:
             self._count_left_out(num_slots - num_admitted, tier)
             missing = num_admitted - allocator.num_free
-            if missing <= self.index.num_evictable(tier):
+            if 0 < missing <= self.index.num_evictable(tier):
                 self.make(tier, missing)
         self.index.release(but_not, tier)
         return num_admitted

@@ -5,6 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
+
+
+def free_rows(
+    slots: Sequence[int], generations: npt.NDArray[np.int64], users: npt.NDArray[np.uint64]
+) -> tuple[int, int]:
+    """Give slots the generations of free ones, which are even, and no users.
+
+    Raises ValueError for no slots, and for one without a row.
+
+    Args:
+        slots: the slots, distinct.
+        generations: int64 [num_slots].
+        users: uint64 [num_slots].
+
+    Returns:
+        The lowest and the highest of the slots.
+    """
+    freed = np.asarray(slots, np.int64)
+    if not len(freed):
+        raise ValueError("slots: there is none")
+    if freed.max() >= min(len(generations), len(users)):
+        raise ValueError(f"slot {freed.max()} has no row")
+    generations[freed] = (generations[freed] | 1) + 1
+    users[freed] = 0
+    return int(freed.min()), int(freed.max())
 
 
 class FreeSlots:
@@ -42,13 +68,17 @@ class FreeSlots:
         self._num_opened = end
         self._num_free += end - first
 
-    def free(self, slots: Sequence[int]) -> None:
-        """Free slots. Raise AssertionError for a slot that is free already, or given twice."""
+    def free(self, slots: Sequence[int], first: int = 0) -> None:
+        """Free slots. Raise AssertionError for a slot that is free already, or given twice.
+
+        first: number of the first slot, as ``slots`` counts them.
+        """
         for slot in slots:
             if not 0 <= slot < 1 << 32:
                 raise ValueError(f"slot {slot} is not in 0 .. 2**32 - 1")
-            if slot >= self._num_opened:
+            if not first <= slot < first + self._num_opened:
                 raise ValueError(f"slot {slot} is none of the {self._num_opened} that are open")
+        slots = [slot - first for slot in slots]
         seen: set[int] = set()
         for slot in slots:
             if self._is_free[slot] or slot in seen:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Thread, get_native_id
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,8 +35,8 @@ MAX_WAITING = 1 << 16
 IDLE = 19
 """Nice value of the thread that writes records: it has the time that nobody else wants."""
 COLLECT_S = 0.01
-"""Seconds for which blocks are collected before their records are written: each time that the thread
-wakes, it takes the interpreter from the node's own thread."""
+"""Seconds for which blocks are collected before their records are written. Each time that the
+thread wakes, it takes the interpreter from the node's own."""
 CLOSE_WAIT_S = 10.0
 
 
@@ -60,8 +60,7 @@ class BlockRows:
         return max(1, PIECE_BYTES // self.block_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenBlocks:
+class WrittenBlocks(NamedTuple):
     """Blocks that were stored.
 
     generations: int64 [n], of their slots at that time. keys: concatenated.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
 from itertools import islice
@@ -20,7 +20,7 @@ from stat import S_ISDIR, S_ISREG
 import numpy as np
 
 from kvtier.core.errors import ConfigError
-from kvtier.core.hot import FreeSlots
+from kvtier.core.hot import FreeSlots, free_rows
 from kvtier.core.system.landlock import can_forbid_truncation
 from kvtier.core.system.private_files import open_file, remove
 from kvtier.core.types import HOST, Slot
@@ -437,24 +437,23 @@ class SegmentTier(MemoryTier):
     def free(self, slots: Sequence[Slot]) -> None:
         if not len(slots):
             return
-        freed = np.asarray(slots, np.int64)
-        low, high = int(freed.min()), int(freed.max())
-        # Often they are neighbours, in any order: slices cost a fraction of what indices do.
-        rows = slice(low, high + 1) if high - low == len(freed) - 1 else freed
-        self.generations[rows] = (self.generations[rows] | 1) + 1
-        self.users[rows] = 0
+        low, high = free_rows(slots, self.generations, self.users)
         first, last = (slot * self._block_bytes // self._segment_bytes for slot in (low, high))
-        segments = [first] if first == last else np.unique(self.segments_of(freed)).tolist()
-        for segment in segments:
-            mine = freed if first == last else freed[self.segments_of(freed) == segment]
+        parts: Iterable[tuple[int, Sequence[Slot]]] = [(first, slots)]
+        for segment, mine in parts if first == last else self._by_segment(slots):
             self._num_used -= len(mine)
             if segment in self._retired:
                 self._retired[segment] -= len(mine)
                 continue
-            local = mine - self.slots_of(segment).start
-            self._open[segment].free(local)  # type: ignore[arg-type]
+            self._open[segment].free(mine, self.slots_of(segment).start)
             self._with_free.setdefault(segment)
             self._num_free += len(mine)
+
+    def _by_segment(self, slots: Sequence[Slot]) -> Iterator[tuple[int, Sequence[Slot]]]:
+        freed = np.asarray(slots, np.int64)
+        segments = self.segments_of(freed)
+        for segment in np.unique(segments).tolist():
+            yield segment, as_numbers(freed[segments == segment])
 
     def longest_run(self) -> int:
         some = list(islice(self._with_free, CANDIDATES))

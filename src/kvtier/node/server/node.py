@@ -290,7 +290,8 @@ class CacheNode:
         """
         partition = self.partitions[number]
         tenant = partition.key.tenant
-        if not self._is_full(tenant) and self.memory.num_free > self._num_owed(tenant):
+        num_free = self.memory.num_free
+        if num_free and not self._is_full(tenant) and num_free > self._num_owed(tenant):
             segment = self.memory.take(partition.tier)
             if segment is not None:
                 self._num_held[tenant] += 1

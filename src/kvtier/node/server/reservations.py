@@ -21,13 +21,13 @@ class Reservation(NamedTuple):
     """Slots that an engine is to fill.
 
     since_s: time of the reservation. is_reserved: bool [num_slots], whether the engine still is to
-    fill each slot of the partition. slots, generations: int64 [n], of the reservation.
+    fill each slot of the partition. slots: of the reservation. generations: theirs, as int64 bytes.
     """
 
     since_s: float
     is_reserved: Bools
-    slots: Int64s
-    generations: Int64s
+    slots: Sequence[Slot]
+    generations: bytes
 
 
 class Reservations:
@@ -46,14 +46,14 @@ class Reservations:
     def add(self, is_reserved: Bools, slots: Sequence[Slot], generations: bytes) -> None:
         """Note that an engine is to fill slots; see ``Reservation``."""
         self.has_overdue()  # forgets old ones
-        reserved = as_array(slots), np.frombuffer(generations, np.int64)
-        self._recent.append(Reservation(self._clock(), is_reserved, *reserved))
+        self._recent.append(Reservation(self._clock(), is_reserved, slots, generations))
 
     def has_overdue(self) -> bool:
         """Return whether an engine has not filled slots for ``OVERDUE_S``."""
         while self._recent and self._recent[0].since_s <= self._clock() - OVERDUE_S:
-            _, is_reserved, slots, generations = self._recent.popleft()
-            is_same = self._generations[slots] == generations
+            _, is_reserved, numbers, generations = self._recent.popleft()
+            slots = as_array(numbers)
+            is_same = self._generations[slots] == np.frombuffer(generations, np.int64)
             late = slots[is_reserved[slots] & is_same]
             self._is_overdue[late] = True
             self._num_overdue += len(late)

@@ -127,11 +127,14 @@ class FrameSocket:
             except Exception as error:
                 self._turns_left = None
                 self._on_error(error)
-            is_more = self._turns_left is not None or self._frames.has_next
-            if time.monotonic() >= end_s and self.is_open and is_more:
+            if time.monotonic() >= end_s and self.is_open and self._is_more:
                 self._turn = self._loop.call_soon(self._take_turn)
                 break
         self._choose_reading()
+
+    @property
+    def _is_more(self) -> bool:
+        return self._turns_left is not None or self._frames.has_next
 
     def _has_next(self) -> bool:
         """Take the next turn of the last frame, or handle the next frame. False for none."""
