@@ -110,7 +110,9 @@ def test_a_header_that_says_neither_yes_nor_no_is_refused(served: Running) -> No
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
     url, headers = f"{served.url}/v1/completions", {"X-KVTier-Explain": "please"}
     error = error_of(httpx.post(url, json=body, headers=headers), 400)
-    assert error["message"] == 'X-KVTier-Explain is "please"; send 1 to have it, audit for an audit, too, or 0.'
+    assert error["message"] == (
+        'X-KVTier-Explain is "please"; send 1 to have it, audit for an audit, too, or 0.'
+    )
 
 
 def test_an_answer_that_ends_at_a_stop_string_is_explained(served: Running, prefix: str) -> None:

@@ -65,7 +65,10 @@ def wants_explanation(request: Request) -> bool:
     """Whether the header asks for an explanation. Raises ``ApiError`` for an invalid value."""
     value = _asked(request)
     if value not in ("0", "1", AUDIT):
-        raise bad_request(f"{EXPLAIN_HEADER} is {show(value)}; send 1 to have it, {AUDIT} for an audit, too, or 0.")
+        raise bad_request(
+            f"{EXPLAIN_HEADER} is {show(value)}; send 1 to have it, "
+            f"{AUDIT} for an audit, too, or 0."
+        )
     return value != "0"
 
 
