@@ -291,7 +291,7 @@ class Hostile:
             message = message[:at] + bytes([self.random.randrange(256)]) + message[at + 1 :]
         free = _native.FreeSlots(5)
         free.open(0, 5)
-        segments = (
+        segments: tuple[Any, ...] = (
             *(((free, 0),), ((free, 0),), ((free, 0), (free, 0)), ((free, 3),), (), (1,)),
             *(None, 1, []),
         )
