@@ -16,7 +16,7 @@ endif
 .PHONY: help setup setup-core setup-demo demo docs site test test-core test-docs test-page \
 	test-transformers test-sglang test-sglang-quick test-sglang-version test-vllm vllm-tests \
 	test-vllm-quick test-vllm-version test-vllm-older test-vllm-all test-vllm-upstream scan-engines \
-	test-stores test-routers test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz \
+	test-stores test-routers test-dashboard test-wheel bundle test-bundle check-deploy check lint check-native crash-test fuzz \
 	bench bench-vllm bench-sglang bench-stores kvtier-in-vllm kvtier-in-sglang clean FORCE
 
 help:
@@ -43,6 +43,8 @@ help:
 	@echo "  make test-routers  routers of others, over kvtier's events"
 	@echo "  make test-dashboard  the dashboard and its alerts (Debian: apt-get install prometheus)"
 	@echo "  make test-wheel  a wheel, and one made of the source distribution, without a compiler"
+	@echo "  make bundle PYTHON=3.12  wheels to install kvtier from where no package index is reached; not torch"
+	@echo "               EXTRAS=engine,s3 MACHINE=aarch64; make test-bundle installs one without network"
 	@echo "  make check-deploy  the files in deploy/ and the workflows, by linters and schemas"
 	@echo "  make check-native  the native core's tests under address, undefined and thread sanitizers"
 	@echo "  make crash-test  kill a writer of the disk tier KILLS=5000 times, cut its power as often"
@@ -55,7 +57,7 @@ setup: $(INSTALLED)
 
 # A name like python3.11 may exist and not run, so each is tried; one that is named, alone.
 $(BIN)/python:
-	@for python in $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python3.14); do \
+	@for python in $(or $(filter-out 3.%,$(PYTHON)),python3.11 python3 python3.12 python3.13 python3.14); do \
 		if $$python -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 			echo "$$python -m venv $(VENV)"; \
 			exec $$python -m venv $(VENV); \
@@ -245,6 +247,20 @@ check-deploy: setup
 # Wanted: a compiler. 1 GB of packages is installed into build/release.
 test-wheel: $(BIN)/python
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python scripts/check_release.py
+
+# A Python that does not run here, or another machine: kvtier goes into the bundle as sources.
+MACHINE = $(shell uname -m)
+BUNDLE = build/bundle/kvtier-py$(patsubst python%,%,$(notdir $(PYTHON)))-$(MACHINE)
+
+bundle: $(BIN)/python
+	$(PIP_INSTALL) -q scikit-build-core packaging
+	$(BIN)/python -m scripts.bundle $(or $(PYTHON),$(error name a Python: make bundle PYTHON=3.12)) $(BUNDLE) \
+		--platform $(MACHINE) $(addprefix --extras ,$(EXTRAS))
+
+# The demo from a bundle, in an empty environment without network, but for the torch of .venv.
+test-bundle: setup-demo
+	$(MAKE) bundle PYTHON=$(BIN)/python BUNDLE=build/bundle/rehearsed
+	unshare --map-root-user --net $(BIN)/python -m scripts.check_bundle build/bundle/rehearsed
 
 # Real servers, driven by vLLM's own benchmark, on the CPU: half an hour.
 bench-vllm: kvtier-in-vllm peers-vllm peers-vllm-lmcache
