@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.vllm.step import ALONE, HOST, VLLM, Samples, above, rows_of, table, targets
+from benchmarks.vllm.step import ALONE, HOST, NOTHING, VLLM, Samples, above, rows_of, table, targets
 from benchmarks.vllm.steps import Functions, Step
 
 ROUNDS = 8
@@ -27,7 +27,8 @@ def test_cost_is_that_above_the_same_step_without_a_connector() -> None:
 
 
 def test_target_is_met_by_process_and_contestant() -> None:
-    found = {64: {ALONE: _samples(100, 5), VLLM: _samples(900, 5), HOST: _samples(130, 30)}}
+    contestants = {ALONE: _samples(100, 5), NOTHING: _samples(124, 15), VLLM: _samples(900, 5)}
+    found = {64: contestants | {HOST: _samples(130, 30)}}
     judged = [(target["contestant"], target["process"], target["met"]) for target in targets(found)]
     assert judged == [(HOST, "scheduler", True), (HOST, "rank", False)]
 
@@ -43,6 +44,13 @@ def test_rows_have_the_functions_most_expensive_first() -> None:
     ]
     assert rows[1]["rank_functions_us"] == 3.5
     assert table(rows).row_count == 2
+
+
+def test_own_part_is_that_above_a_connector_that_does_nothing() -> None:
+    found = {ALONE: _samples(100, 5), NOTHING: _samples(124, 15), HOST: _samples(130, 30)}
+    _, nothing, ours = rows_of(found, 64)
+    assert (ours["scheduler_own_us"], ours["rank_own_us"]) == (6, 15)
+    assert "rank_own_us" not in nothing
 
 
 def test_functions_are_timed_only_when_that_is_on() -> None:
