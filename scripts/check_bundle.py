@@ -47,6 +47,8 @@ def add(packages: set[str], folder: Path) -> None:
         package = distribution(name)
         for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
             source, target = str(package.locate_file(top)), folder / top
+            if target.exists():  # a new environment has setuptools
+                continue
             if name in LEFT_OUT:  # large, and never replaced
                 target.symlink_to(source)
             elif os.path.isdir(source):
