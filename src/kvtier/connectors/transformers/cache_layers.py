@@ -12,8 +12,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
-from math import prod
 from typing import Any
 
 import torch
@@ -253,7 +253,7 @@ class CacheLayers:
         """Bytes of the blocks of a snapshot."""
         return self.blocks_per_snapshot * self.group.bytes_per_block
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """The content of a block and of a snapshot: equal if they can be exchanged."""
         return repr(self.pieces) + (repr(self.states) if self.states else "")
@@ -289,18 +289,22 @@ class CacheLayers:
         blocks: uint8 [num_blocks, bytes_per_block].
         slots: blocks of the tokens, of which there are ``len(slots) * block_tokens``.
         """
-        where = torch.tensor(slots, device=blocks.device)
-        num_tokens = len(slots) * self.block_tokens
+        num_tokens, parts = len(slots) * self.block_tokens, []
         for piece in self.pieces:
-            layer = cache.layers[piece.layer]
-            tensor = getattr(layer, piece.name)[0]
-            first = tensor.shape[1] - num_tokens if piece.window else end - num_tokens
-            part = tensor[:, max(first, 0) : first + num_tokens]
+            tensor: torch.Tensor = getattr(cache.layers[piece.layer], piece.name)
+            first = (tensor.shape[2] if piece.window else end) - num_tokens
             if first < 0:
-                part = torch.nn.functional.pad(part, (0, 0, -first, 0))
+                tensor, first = torch.nn.functional.pad(tensor, (0, 0, -first, 0)), 0
+            parts.append(tensor.narrow(2, first, num_tokens))
+        if len(slots) == 1:  # one call for all pieces: a model of 80 layers has 160
+            block = blocks.narrow(0, slots[0], 1)
+            torch._foreach_copy_([self._view(piece, block) for piece in self.pieces], parts)
+            return
+        where = torch.tensor(slots, device=blocks.device)
+        for piece, part in zip(self.pieces, parts, strict=True):
             rows = part.reshape(piece.num_heads, len(slots), self.block_tokens, piece.dim)
-            rows = rows.transpose(0, 1)
-            self._view(piece, blocks).index_copy_(0, where, rows.to(blocks.device))
+            rows = rows.transpose(0, 1).to(blocks.device)
+            self._view(piece, blocks).index_copy_(0, where, rows)
 
     def restore(self, cache: DynamicCache, blocks: torch.Tensor, slots: Sequence[int]) -> None:
         """Fill an empty cache with the KV of consecutive blocks, from the first on.
@@ -406,19 +410,13 @@ class CacheLayers:
 
     def _view(self, piece: Piece, blocks: torch.Tensor) -> torch.Tensor:
         """Return a piece of every block: [num_blocks, num_heads, block_tokens, dim]."""
-        flat = blocks[:, piece.offset : piece.offset + piece.num_bytes].view(piece.dtype)
-        shape = (len(blocks), piece.num_heads, self.block_tokens, piece.dim)
-        return flat.as_strided(shape, (flat.stride(0), *_dense(shape[1:])), flat.storage_offset())
+        flat = blocks.narrow(1, piece.offset, piece.num_bytes).view(piece.dtype)
+        return flat.view(len(blocks), piece.num_heads, self.block_tokens, piece.dim)
 
     @staticmethod
     def _view_state(state: StatePiece, flat: torch.Tensor) -> torch.Tensor:
         part = flat[state.offset : state.offset + state.num_bytes]
         return part.view(state.dtype).view(state.shape)
-
-
-def _dense(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor."""
-    return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 class _Row:

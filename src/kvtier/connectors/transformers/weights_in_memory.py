@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, repeat
+from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 from secrets import token_hex
 from threading import Lock, Thread
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from blake3 import blake3
 from transformers import PreTrainedModel
@@ -43,6 +45,15 @@ SPARSE = {
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
 """Methods that return the plain tensors of a sparse one, by layout."""
+
+FACTS: tuple[Callable[[torch.Tensor], object], ...] = (
+    *map(attrgetter, ("layout", "device", "dtype", "shape")),
+    torch.Tensor.stride,
+    torch.Tensor.data_ptr,
+    torch.Tensor.is_neg,
+    torch.Tensor.is_conj,
+)
+"""Everything about a plain tensor but its bytes. ``tensor.data`` can be set to any other."""
 
 Mark = tuple[object, ...]
 """Place, shape, meaning and checksum of a tensor; first its identity, if its bytes are not here."""
@@ -75,7 +86,7 @@ class WeightsInMemory:
         self._reach: ModelReach | None = None
         self._reasons: list[ModelReach] = []  # keeps objects that an identity of this process names
         self._secret = token_hex(16)  # part of identities that no other process may have
-        self._marks: dict[str, Mark] = {}
+        self._contents: Contents | None = None  # at the time of the identity
         self._identity: Identity | None = None
         self._digests: dict[Mark, bytes] = {}
         self._reader: Thread | None = None
@@ -104,19 +115,19 @@ class WeightsInMemory:
             self._identity = None
         if reason := reach.odd or reach.opaque:
             return reason
-        marks = _marks(reach.tensors)
-        if self._identity is not None and marks == self._marks:
+        if self._identity is not None and self._contents is not None and self._contents.is_same():
             return self._identity
+        contents = Contents(reach.tensors)
         if self._reader is not None and self._reader.is_alive():
             return None
-        new = [name for name, mark in marks.items() if mark not in self._digests]
+        new = [name for name, mark in contents.marks.items() if mark not in self._digests]
         flat = (part for name in new for part in parts(reach.tensors[name]))
         if sum(part.numel() * part.itemsize for part in flat) <= self._small_bytes:
-            self._read(reach, marks, min(MAX_THREADS, num_cores()))
+            self._read(reach, contents, min(MAX_THREADS, num_cores()))
             return self._identity
         self._reader = Thread(
             target=self._read,
-            args=(reach, marks, NUM_POLITE_THREADS),
+            args=(reach, contents, NUM_POLITE_THREADS),
             name="kvtier-weights",
             daemon=True,
         )
@@ -128,11 +139,11 @@ class WeightsInMemory:
         if self._reader is not None:
             self._reader.join()
 
-    def _read(self, reach: ModelReach, marks: dict[str, Mark], threads: int) -> None:
+    def _read(self, reach: ModelReach, contents: Contents, threads: int) -> None:
         """Set the identity, if the model did not change meanwhile. Prompts wait otherwise."""
-        digests, found = self._identify(reach, marks, threads)
-        if reach.is_same() and _marks(reach.tensors) == marks:
-            self._marks, self._identity, self._digests = marks, found, digests
+        digests, found = self._identify(reach, contents.marks, threads)
+        if reach.is_same() and contents.is_same():
+            self._contents, self._identity, self._digests = contents, found, digests
 
     def _identify(
         self, reach: ModelReach, marks: dict[str, Mark], threads: int
@@ -204,26 +215,36 @@ def unreadable(name: str, tensor: torch.Tensor) -> str:
     return ""
 
 
-def _marks(tensors: dict[str, torch.Tensor]) -> dict[str, Mark]:
-    """Return the mark of each tensor. Every byte is read."""
-    plain = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor)}
-    here = list(plain.values())
-    marks: dict[str, Mark] = dict.fromkeys(tensors, ())  # in their order
-    # Whole columns, since a large model has a thousand tensors, and this runs before each prompt.
-    columns = (
-        repeat(0, len(here)),
-        map(attrgetter("dtype"), here),
-        map(attrgetter("shape"), here),
-        map(torch.Tensor.stride, here),
-        map(torch.Tensor.data_ptr, here),
-        map(torch.Tensor.is_neg, here),
-        map(torch.Tensor.is_conj, here),
-        _checksums(here),
-    )
-    marks.update(zip(plain, zip(*columns, strict=True), strict=True))
-    for name in tensors.keys() - plain.keys():
-        marks[name] = _mark(tensors[name])
-    return marks
+class Contents:
+    """Tensors at one time: their places and shapes, and checksums of all their bytes.
+
+    Attributes:
+        marks: of each tensor, by name.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        plain = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor)}
+        self._plain = [*plain.values()]
+        self._others = {name: tensors[name] for name in tensors if name not in plain}
+        self._pieces = _pieces_of(self._plain)
+        # Whole columns, since a large model has a thousand tensors.
+        self._facts = [[*map(fact, self._plain)] for fact in FACTS]
+        self._crcs = self._pieces.checksums()
+        self.marks: dict[str, Mark] = dict.fromkeys(tensors, ())  # in their order
+        rows = zip(*self._facts, self._pieces.split(self._crcs), strict=True)
+        self.marks.update(zip(plain, ((0, *row) for row in rows), strict=True))
+        self.marks.update((name, _mark(tensor)) for name, tensor in self._others.items())
+
+    def is_same(self) -> bool:
+        """Whether the tensors are still so. Every byte is read, and little else is done."""
+        return (
+            all(
+                [*map(fact, self._plain)] == held
+                for fact, held in zip(FACTS, self._facts, strict=True)
+            )
+            and np.array_equal(self._pieces.checksums(), self._crcs)
+            and all(_mark(tensor) == self.marks[name] for name, tensor in self._others.items())
+        )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -243,24 +264,42 @@ def _mark(tensor: torch.Tensor) -> Mark:
     for part in parts(tensor):
         mark += (part.data_ptr(), part.stride(), part.is_neg(), part.is_conj())
         if part.device.type == "cpu":
-            mark += _checksums([part.contiguous()])
+            held = part.contiguous()
+            mark += _pieces_of([held]).checksums().tolist()
         else:
             mark.append(_device_checksum(part))
     return tuple(mark)
 
 
-def _checksums(parts: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Return the checksums of the pieces of tensors in host memory, each contiguous."""
-    pieces = [
-        (part.data_ptr() + start, min(PIECE_BYTES, size - start))
-        for part in parts
-        for size in (part.nbytes,)
-        for start in range(0, max(size, 1), PIECE_BYTES)
-    ]
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Pieces of tensors in host memory, each tensor contiguous.
+
+    addresses, sizes: uint64 [num_pieces]. nums: pieces of each tensor.
+    """
+
+    addresses: npt.NDArray[np.uint64]
+    sizes: npt.NDArray[np.uint64]
+    nums: list[int]
+
+    def checksums(self) -> npt.NDArray[np.uint32]:
+        """Read all bytes. Return uint32 [num_pieces]."""
+        return crc32c_many(self.addresses, self.sizes, min(MAX_THREADS, num_cores()))
+
+    def split(self, crcs: npt.NDArray[np.uint32]) -> Iterator[tuple[int, ...]]:
+        """Yield the checksums of each tensor."""
+        found = iter(crcs.tolist())
+        return (tuple(islice(found, num)) for num in self.nums)
+
+
+def _pieces_of(parts: Sequence[torch.Tensor]) -> _Pieces:
+    pieces, nums = [], []
+    for part in parts:
+        starts = range(0, max(part.nbytes, 1), PIECE_BYTES)
+        pieces += [(part.data_ptr() + at, min(PIECE_BYTES, part.nbytes - at)) for at in starts]
+        nums.append(len(starts))
     addresses, sizes = np.array(pieces, np.uint64).reshape(-1, 2).T
-    threads = min(MAX_THREADS, num_cores())
-    found = iter(crc32c_many(addresses.copy(), sizes.copy(), threads).tolist())
-    return [tuple(islice(found, -(-max(part.nbytes, 1) // PIECE_BYTES))) for part in parts]
+    return _Pieces(addresses.copy(), sizes.copy(), nums)
 
 
 def _device_checksum(part: torch.Tensor) -> bytes:
