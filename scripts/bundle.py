@@ -5,8 +5,8 @@
 
 It has wheels of kvtier's dependencies for that Python and platform, and kvtier: compiled, if that
 Python runs here and the platform is this machine's; otherwise as a source distribution, with what
-builds it. What an environment with an engine has is left out, most of all torch, of which each
-accelerator needs its own.
+builds it except CMake and Ninja, which are half of the limit. What an environment with an engine
+has is left out, most of all torch, of which each accelerator needs its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = ("torch", "numpy", "matplotlib")
 """Engines bring torch and numpy; only the charts of reports need matplotlib, which is 20 MB."""
 EXTRAS = "engine,node,codecs,encryption"
-BUILD_TOOLS = ("scikit-build-core>=0.11", "nanobind>=2.4", "cmake>=3.20", "ninja")
+BUILD_TOOLS = ("scikit-build-core>=0.11", "nanobind>=2.4")
 MAX_BYTES = 60 << 20
 FACTS = "import platform, sys; print(*sys.version_info[:2], sep='.'); print(platform.machine())"
 
@@ -132,13 +132,17 @@ def make(folder: Path, python: str, machine: str, extras: Iterable[str]) -> None
     folder.mkdir(parents=True)
     download([*lines, *(() if interpreter else BUILD_TOOLS)], folder, version, machine)
     add_kvtier(folder, interpreter)
-    install = f"pip install --no-index --find-links {folder.name} -r {folder.name}/requirements.txt"
-    listed = "\n".join([f"# {install}", "kvtier", *lines, ""])
-    (folder / "requirements.txt").write_text(listed, encoding="utf-8")
+    install, listed = "pip install --no-index --find-links .", "-r requirements.txt"
+    commands = [f"{install} {listed}"]
+    if not interpreter:  # not isolated, because pip hides a CMake that it has installed itself
+        names = " ".join(Requirement(tool).name for tool in BUILD_TOOLS)
+        commands = [f"{install} {names}", f"{install} --no-build-isolation {listed}"]
+    text = "\n".join([*(f"# {command}" for command in commands), "kvtier", *lines, ""])
+    (folder / "requirements.txt").write_text(text, encoding="utf-8")
     size = sum(file.stat().st_size for file in folder.iterdir())
     form = "compiled" if interpreter else f"as sources: no Python {version} for {machine} runs here"
     print(f"{folder}: {size / 2**20:.1f} MiB, without {', '.join(LEFT_OUT)}; kvtier is {form}")
-    print(f"Copy the folder. Beside it: {install}")
+    print("Copy the folder. In it:", *commands, sep="\n    ")
     if size > MAX_BYTES:
         print(f"That is more than {MAX_BYTES >> 20} MiB: name fewer extras", file=sys.stderr)
 

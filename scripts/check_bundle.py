@@ -71,8 +71,9 @@ def main(bundle: Path) -> None:
         "HF_HUB_OFFLINE": "1",
     }
     say(f"install beside {', '.join(sorted(packages))}")
-    line = (bundle / "requirements.txt").read_text(encoding="utf-8").splitlines()[0]
-    run(*line.removeprefix("# ").split(), env=env, cwd=bundle.resolve().parent)
+    lines = (bundle / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    for command in (line[2:] for line in lines if line.startswith("# ")):
+        run(*command.split(), env=env, cwd=bundle)
     run("pip", "check", env=env, cwd=PLACE)
     if not json.loads(run("kvtier", "doctor", "--json", env=env, cwd=PLACE))["native"]:
         sys.exit("kvtier has no native core")
