@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvtier.connectors.transformers.watch import Watch
-from kvtier.connectors.transformers.weights_in_memory import Contents
+from kvtier.connectors.transformers.weights_in_memory import TensorContents
 
 pytestmark = pytest.mark.engine
 
@@ -93,7 +93,7 @@ def test_data_of_another_view_of_the_same_bytes_is_noticed(
     other: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     tensor = torch.nn.Parameter(torch.arange(16.0).view(4, 4), requires_grad=False)
-    contents = Contents({"weight": tensor})
+    contents = TensorContents({"weight": tensor})
     assert contents.is_same()
     data = tensor.data
     tensor.data = other(data)

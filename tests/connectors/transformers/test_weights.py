@@ -12,7 +12,7 @@ import torch
 
 from kvtier.connectors.transformers.reach import ModelReach
 from kvtier.connectors.transformers.weights_in_memory import (
-    Contents,
+    TensorContents,
     WeightsInMemory,
     _device_checksum,
     _digest,
@@ -162,7 +162,9 @@ def test_settings_of_generation_and_moves_change_nothing() -> None:
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_tied_weights_are_read_once_and_change_together(is_tied: bool) -> None:
     model = small_model(tie_word_embeddings=is_tied)
-    marks = Contents({"in": model.get_input_embeddings().weight, "out": model.lm_head.weight}).marks
+    marks = TensorContents(
+        {"in": model.get_input_embeddings().weight, "out": model.lm_head.weight}
+    ).marks
     assert len({*marks.values()}) == 2 - is_tied
     with attached(model):
         assert (reused(model), reused(model)) == (0, WHOLE)
@@ -207,7 +209,7 @@ def test_layers_out_of_order_in_memory_are_read() -> None:
     for tensor in (weight.t(), weight[:, ::2], weight[3:4].expand(5, 100), weight[:0]):
         model: Any = torch.nn.Linear(1, 1)
         model.weight = torch.nn.Parameter(tensor)
-        before = Contents(dict(model.named_parameters()))
+        before = TensorContents(dict(model.named_parameters()))
         assert before.is_same()
         weight.data.add_(1)
         is_same = before.is_same()

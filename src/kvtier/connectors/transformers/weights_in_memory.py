@@ -86,7 +86,7 @@ class WeightsInMemory:
         self._reach: ModelReach | None = None
         self._reasons: list[ModelReach] = []  # keeps objects that an identity of this process names
         self._secret = token_hex(16)  # part of identities that no other process may have
-        self._contents: Contents | None = None  # at the time of the identity
+        self._contents: TensorContents | None = None  # at the time of the identity
         self._identity: Identity | None = None
         self._digests: dict[Mark, bytes] = {}
         self._reader: Thread | None = None
@@ -117,7 +117,7 @@ class WeightsInMemory:
             return reason
         if self._identity is not None and self._contents is not None and self._contents.is_same():
             return self._identity
-        contents = Contents(reach.tensors)
+        contents = TensorContents(reach.tensors)
         if self._reader is not None and self._reader.is_alive():
             return None
         new = [name for name, mark in contents.marks.items() if mark not in self._digests]
@@ -139,7 +139,7 @@ class WeightsInMemory:
         if self._reader is not None:
             self._reader.join()
 
-    def _read(self, reach: ModelReach, contents: Contents, threads: int) -> None:
+    def _read(self, reach: ModelReach, contents: TensorContents, threads: int) -> None:
         """Set the identity, if the model did not change meanwhile. Prompts wait otherwise."""
         digests, found = self._identify(reach, contents.marks, threads)
         if reach.is_same() and contents.is_same():
@@ -215,7 +215,7 @@ def unreadable(name: str, tensor: torch.Tensor) -> str:
     return ""
 
 
-class Contents:
+class TensorContents:
     """Tensors at one time: their places and shapes, and checksums of all their bytes.
 
     Attributes:
