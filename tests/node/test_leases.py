@@ -224,22 +224,28 @@ def content_of(message: FromEngine) -> memoryview:
 
 @pytest.fixture
 def cache(node: LocalNode) -> Iterator[NodeCache]:
-    """A client in a partition with six blocks."""
-    cache = NodeCache(NodeClient(node.config.socket), lambda: SCOPE, BLOCK, PATIENCE_S)
-    wait_until(lambda: cache.reserve(KEYS) is not None)
-    cache.commit(KEYS, range(6))
+    """A client in a partition with six blocks of another one."""
+    writer, cache = (
+        NodeCache(NodeClient(node.config.socket), lambda: SCOPE, BLOCK, PATIENCE_S)
+        for _ in range(2)
+    )
+    wait_until(lambda: writer.reserve(KEYS) is not None)
+    writer.commit(KEYS, range(6))
+    for each in writer, cache:  # answered after the node has processed all earlier messages
+        wait_until(lambda each=each: each.lookup([b"unknown!"]).states == [BlockState.NOWHERE])
     yield cache
+    writer.close()
     cache.close()
 
 
-def test_look_up_that_leads_to_no_copy_is_released_by_poll(
+def test_blocks_that_the_node_has_found_are_leased_once_and_until_poll(
     node: LocalNode, cache: NodeCache
 ) -> None:
     for _ in range(2):
         places, pending = cache.lookup([*KEYS, b"unknown!"])
         assert places == [BlockState.MEMORY] * 6 + [BlockState.NOWHERE]
         assert not pending
-    node.until(lambda: leased(node) == 12)
+    node.until(lambda: leased(node) == 6)
     cache.poll()
     node.until(lambda: leased(node) == 0)
 
@@ -260,7 +266,7 @@ def test_held_blocks_outlive_poll_and_the_others_do_not(node: LocalNode, cache: 
     cache.poll()
     cache.check_invariants()
     cache.release(KEYS[2:4])
-    cache.lookup_again(KEYS[0])  # answered after the node has processed all earlier messages
+    cache.lookup([b"unknown!"])  # answered after the node has processed all earlier messages
     cache.poll()
     node.until(lambda: leased(node) == 2)
     cache.release(KEYS[2:4])

@@ -308,8 +308,8 @@ NODE_LOOKUP_SECONDS = _histogram(
 )
 NODE_LOOKUP_BLOCKS = _counter(
     "kvtier_node_lookup_blocks_total",
-    "Blocks that engines looked up, by their place: memory, arriving, storage, nowhere, or "
-    "unknown while a store has not answered.",
+    "Blocks that the node looked up for engines, by their place: memory, arriving, storage, "
+    "nowhere, or unknown while a store has not answered. An engine finds blocks again by itself.",
     "tenant",
     "place",
 )

@@ -1,7 +1,7 @@
 """``BlockCache`` of one engine in a node: the node's client.
 
-A look-up leases the blocks that it finds in memory until the next ``poll``, so that ``hold`` can't
-fail. The ranks map the node's memory and copy themselves (``host.py``). Each request has a
+The node is not asked about blocks that this engine has seen in slots whose generations are the same
+(``seen.py``). The ranks map the node's memory and copy themselves (``host.py``). Each request has a
 deadline; without an answer in time the engine computes.
 """
 
@@ -35,6 +35,7 @@ from kvtier.cache.waiters import Signal
 from kvtier.core.hints import BlockHint, Hint, HintOutcome, HintResult, waits
 from kvtier.core.types import DEVICE, HOST, Slot
 from kvtier.node.client.channel import Channel, NodeClient, NodeError, OpenedPartition, SlotNotice
+from kvtier.node.client.seen import SeenBlocks
 from kvtier.node.wire import protocol
 from kvtier.observe import Metrics
 from kvtier.observe.specs import HINTS, PROBED_BLOCKS
@@ -140,10 +141,42 @@ class NodeCache(BlockCache):
     # -- locations ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes], has_gaps: bool = False) -> BlockLookup[Awaited]:
-        """Look up a prompt's blocks, and lease those in memory until the next ``poll``.
+        """Look up a prompt's blocks.
 
-        While the partition is being opened, all blocks are ``UNKNOWN`` for a short time.
+        The first ones are in memory, as far as they were seen there before. The node looks up the
+        others, and leases those in memory until the next ``poll``. While the partition is being
+        opened, all blocks are ``UNKNOWN`` for a short time.
         """
+        num = self._num_seen(keys)
+        states = [BlockState.MEMORY] * num
+        if num:
+            self._unread.append(_LookedUp(keys[:num], states, None))
+        if num == len(keys):
+            return BlockLookup(states, [])
+        found = self._look_up(keys[num:], has_gaps)
+        return BlockLookup(states + found.states, found.answers)
+
+    def _num_seen(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the first blocks are in memory, as the slots' generations show."""
+        if not keys or self._client.breaker.is_open:  # only an answer can close it
+            return 0
+        try:
+            channel = self._take(keys)
+        except NodeError:
+            return 0
+        if channel is None:
+            return 0
+        partition = self._partition
+        opened = channel.partition(partition.facts, 0.0)
+        self._client.keep(channel)
+        return partition.seen.num_there(keys, opened.generations)
+
+    def forget_seen(self) -> None:
+        """Have the node look up all blocks once more, as for a new engine."""
+        self._partition.seen.forget()
+
+    def _look_up(self, keys: Sequence[bytes], has_gaps: bool = False) -> BlockLookup[Awaited]:
+        """Have the node look up blocks, and lease those in memory until the next ``poll``."""
         request = protocol.LookupRequest(0, 0, b"".join(keys), has_gaps)
         found = self._ask(keys, request, protocol.LookupAnswer)
         if found is None:
@@ -153,7 +186,10 @@ class NodeCache(BlockCache):
             return BlockLookup([BlockState.UNKNOWN] * len(keys), [opening])
         answer, channel = found
         states = states_of(answer.places)
-        self._unread.append(_LookedUp(list(keys), states, answer))
+        looked_up = _LookedUp(list(keys), states, answer)
+        self._unread.append(looked_up)
+        slots, generations = map(protocol.unpack, (answer.slots, answer.generations))
+        self._partition.seen.note(looked_up.ready, slots, generations)
         answers = [NodeSignal(self._client, channel, answer.id)] if answer.pending else []
         return BlockLookup(states, answers)
 
@@ -180,14 +216,15 @@ class NodeCache(BlockCache):
         tiers = (HOST, *self._storages)
         leases = self._partition.leases
         unread, self._unread = self._unread, []
-        for keys, states, answer in unread:
+        for looked_up in unread:
+            keys, states, answer = looked_up
             self._states.update(zip(keys, states, strict=True))
+            if answer is None:
+                continue
             self._sources.update(zip(keys, map(tiers.__getitem__, answer.sources), strict=True))
-            codes = np.frombuffer(answer.places, np.uint8)
-            ready = [keys[at] for at in np.flatnonzero(codes == protocol.MEMORY).tolist()]
             slots = protocol.unpack(answer.slots).tolist()
             generations = protocol.unpack(answer.generations).tolist()
-            for key, slot, generation in zip(ready, slots, generations, strict=True):
+            for key, slot, generation in zip(looked_up.ready, slots, generations, strict=True):
                 leases.setdefault(key, _Lease(slot, generation)).num += 1
 
     def sources(self, keys: Sequence[bytes]) -> list[str]:
@@ -204,14 +241,18 @@ class NodeCache(BlockCache):
     def hold(self, keys: Sequence[bytes]) -> Held:
         """Return the slots of blocks in memory, to copy from. They are held until ``release``.
 
-        A block whose lease has ended gets a slot that fails the check after the copy.
+        A block that is not leased yet is leased now. One that has left memory since it was looked
+        up gets a slot that fails the check after the copy.
         """
         self._read_answers()
-        if any(key not in self._partition.leases for key in keys):
-            self.lookup(list(keys))
+        if unleased := [key for key in keys if key not in self._partition.leases]:
+            self._look_up(unleased)
             self._read_answers()
         partition = self._partition
         leases = [partition.leases.get(key) for key in keys]
+        if None in leases:  # the node is asked about them from now on
+            left = [key for key, lease in zip(keys, leases, strict=True) if lease is None]
+            partition.seen.note(left, np.array(0), np.array(-1))
         for lease in leases:
             if lease is not None:
                 lease.num_holds += 1
@@ -260,8 +301,10 @@ class NodeCache(BlockCache):
             return
         reserved = self._partition.reserved
         mine = [(key, at) for key, at in zip(keys, depths, strict=True) if key in reserved]
-        slots = [reserved.pop(key).slot for key, _ in mine]
-        if slots:
+        filled = [reserved.pop(key) for key, _ in mine]
+        if filled:
+            slots, generations = np.array([(it.slot, it.generation) for it in filled]).T
+            self._partition.seen.note([key for key, _ in mine], slots, generations)
             depths = protocol.pack([at for _, at in mine])
             self._notify(protocol.CommitNotice(0, protocol.pack(slots), depths))
 
@@ -272,8 +315,13 @@ class NodeCache(BlockCache):
             self._notify(protocol.AbortNotice(0, slots))
 
     def distrust(self, slots: Collection[Slot]) -> None:
-        if slots:
-            self._notify(protocol.DistrustNotice(0, protocol.pack(list(slots))))
+        if not slots:
+            return
+        self.forget_seen()
+        for lease in self._partition.reserved.values():
+            if lease.slot in slots:
+                lease.generation = -1
+        self._notify(protocol.DistrustNotice(0, protocol.pack(list(slots))))
 
     def _give_back(self, slots: bytes) -> None:
         if slots:
@@ -406,7 +454,8 @@ class NodeCache(BlockCache):
 
     def _release_unheld(self) -> None:
         for each in self._unread:
-            self._give_back(each.answer.slots)
+            if each.answer is not None:
+                self._give_back(each.answer.slots)
         self._unread.clear()
         given_back: list[Slot] = []
         leases = self._partition.leases
@@ -490,25 +539,34 @@ class NodeCache(BlockCache):
 
         keys: some keys. request: its number and that of the partition are set here.
         """
+        until_s = time.monotonic() + self._deadline_s + BLOCK_S * len(keys)
+        try:
+            channel = self._take(keys)
+            if channel is None:
+                return None
+            with self._client.using(channel):
+                request.partition = self._partition.number
+                return channel.request(request, kind, until_s), channel
+        except NodeError:
+            return None
+
+    def _take(self, keys: Sequence[bytes]) -> Channel | None:
+        """Return an idle connection, and enter the partition of some keys that is open on it.
+
+        None if there is none; it is opened then. Raises ``NodeError`` while the node is left alone.
+        """
         scope = self._namespace()
         if not scope or not keys:
             return None
         facts = PartitionFacts(scope, self._block_bytes, len(keys[0]))
-        until_s = time.monotonic() + self._deadline_s + BLOCK_S * len(keys)
-        try:
-            channel = self._client.take_idle()
-            if channel is None or not channel.has_partition(facts):
-                if channel is not None:
-                    self._client.keep(channel)
-                self._open(facts)
-                return None
-            with self._client.using(channel):
-                partition = channel.partition(facts, until_s)
-                self._enter(facts, partition)
-                request.partition = partition.number
-                return channel.request(request, kind, until_s), channel
-        except NodeError:
-            return None
+        channel = self._client.take_idle()
+        if channel is not None and channel.has_partition(facts):
+            self._enter(facts, channel.partition(facts, 0.0))
+            return channel
+        if channel is not None:
+            self._client.keep(channel)
+        self._open(facts)
+        return None
 
     def _notify(self, notice: protocol.PartitionNotice) -> Channel | None:
         """Send a notice on the partition, whose number is set here; return its connection.
@@ -566,6 +624,7 @@ class _Partition:
     """State of this engine in a partition.
 
     brought: by key, the tier from which a block was brought for this engine, until its first use.
+    seen: blocks that the node need not be asked about.
     describes: whether the node asks for descriptions. described: when each block was described.
     """
 
@@ -576,15 +635,24 @@ class _Partition:
     leases: dict[bytes, _Lease] = field(default_factory=dict)
     reserved: dict[bytes, _Lease] = field(default_factory=dict)
     brought: dict[bytes, str] = field(default_factory=dict)
+    seen: SeenBlocks = field(default_factory=SeenBlocks)
     described: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
 
 
 class _LookedUp(NamedTuple):
-    """A look-up whose answer was not noted by key yet."""
+    """A look-up that was not noted by key yet. answer: None if the node was not asked."""
 
     keys: Sequence[bytes]
     states: Sequence[BlockState]
-    answer: protocol.LookupAnswer
+    answer: protocol.LookupAnswer | None
+
+    @property
+    def ready(self) -> Sequence[bytes]:
+        """The blocks in memory, as the node answered."""
+        if self.answer is not None and len(self.answer.slots) == 8 * len(self.keys):
+            return self.keys
+        pairs = zip(self.keys, self.states, strict=True)
+        return [key for key, state in pairs if state is BlockState.MEMORY]
 
 
 @dataclass(frozen=True, slots=True)
