@@ -102,6 +102,7 @@ def _engine(socket: Path, pipe: Connection) -> None:
             keys = new_keys(PROMPT_BLOCKS)
             pipe.send((False, keys))
             until(lambda keys=keys: store(cache, host, keys))  # type: ignore[misc]
+            cache.forget_seen()  # the node itself is to answer
             if cache.lookup_again(keys[-1]) is BlockState.MEMORY:
                 pipe.send((True, keys))
             cache.poll()

@@ -63,14 +63,14 @@ def test_block_that_is_evicted_between_look_up_and_hold_fails_the_check_of_its_c
     node: LocalNode, cache: NodeCache
 ) -> None:
     assert cache.lookup(KEYS).states == [MEMORY] * 4 + [NOWHERE] * 2
-    held = cache.hold(KEYS[1:2])  # from now on it can't leave
+    held = cache.hold(KEYS[:1])  # from now on it can't leave
     evict(node)
     failed = cache.hold(KEYS[:2])
     assert held.guard is not None
     assert failed.guard is not None
-    assert failed.guard.generations == [-1, *held.guard.generations]
+    assert failed.guard.generations == [*held.guard.generations, -1]
     cache.release(KEYS[:2])
-    cache.release(KEYS[1:2])
+    cache.release(KEYS[:1])
     cache.poll()
     node.until(
         lambda: all(engine.num_slots == 0 for engine in node.server.registry.engines.values())
