@@ -189,7 +189,7 @@ class NodeCache(BlockCache):
         looked_up = _LookedUp(list(keys), states, answer)
         self._unread.append(looked_up)
         slots, generations = map(protocol.unpack, (answer.slots, answer.generations))
-        self._partition.seen.note(looked_up.ready, slots, generations)
+        self._partition.seen.note(_ready(looked_up.keys, answer), slots, generations)
         answers = [NodeSignal(self._client, channel, answer.id)] if answer.pending else []
         return BlockLookup(states, answers)
 
@@ -214,18 +214,21 @@ class NodeCache(BlockCache):
         It is done when a block is first used, since most look-ups lead to no copy.
         """
         tiers = (HOST, *self._storages)
-        leases = self._partition.leases
         unread, self._unread = self._unread, []
-        for looked_up in unread:
-            keys, states, answer = looked_up
+        for keys, states, answer in unread:
             self._states.update(zip(keys, states, strict=True))
-            if answer is None:
-                continue
-            self._sources.update(zip(keys, map(tiers.__getitem__, answer.sources), strict=True))
-            slots = protocol.unpack(answer.slots).tolist()
-            generations = protocol.unpack(answer.generations).tolist()
-            for key, slot, generation in zip(looked_up.ready, slots, generations, strict=True):
-                leases.setdefault(key, _Lease(slot, generation)).num += 1
+            if answer is not None:
+                sources = map(tiers.__getitem__, answer.sources)
+                self._sources.update(zip(keys, sources, strict=True))
+                self._note_leases(keys, answer)
+
+    def _note_leases(self, keys: Sequence[bytes], answer: protocol.LookupAnswer) -> None:
+        """Note the leases that an answer has brought."""
+        leases = self._partition.leases
+        slots = protocol.unpack(answer.slots).tolist()
+        generations = protocol.unpack(answer.generations).tolist()
+        for key, slot, generation in zip(_ready(keys, answer), slots, generations, strict=True):
+            leases.setdefault(key, _Lease(slot, generation)).num += 1
 
     def sources(self, keys: Sequence[bytes]) -> list[str]:
         """Return the tier that each block would be read from, as the last look-up found it."""
@@ -246,8 +249,9 @@ class NodeCache(BlockCache):
         """
         self._read_answers()
         if unleased := [key for key in keys if key not in self._partition.leases]:
-            self._look_up(unleased)
-            self._read_answers()
+            request = protocol.LookupRequest(0, 0, b"".join(unleased))
+            if (found := self._ask(unleased, request, protocol.LookupAnswer)) is not None:
+                self._note_leases(unleased, found[0])
         partition = self._partition
         leases = [partition.leases.get(key) for key in keys]
         if None in leases:  # the node is asked about them from now on
@@ -646,13 +650,13 @@ class _LookedUp(NamedTuple):
     states: Sequence[BlockState]
     answer: protocol.LookupAnswer | None
 
-    @property
-    def ready(self) -> Sequence[bytes]:
-        """The blocks in memory, as the node answered."""
-        if self.answer is not None and len(self.answer.slots) == 8 * len(self.keys):
-            return self.keys
-        pairs = zip(self.keys, self.states, strict=True)
-        return [key for key, state in pairs if state is BlockState.MEMORY]
+
+def _ready(keys: Sequence[bytes], answer: protocol.LookupAnswer) -> Sequence[bytes]:
+    """Return the blocks that are in memory."""
+    if len(answer.slots) == 8 * len(keys):  # as it usually is
+        return keys
+    codes = np.frombuffer(answer.places, np.uint8)
+    return [keys[at] for at in np.flatnonzero(codes == protocol.MEMORY).tolist()]
 
 
 @dataclass(frozen=True, slots=True)
