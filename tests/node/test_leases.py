@@ -231,8 +231,9 @@ def cache(node: LocalNode) -> Iterator[NodeCache]:
     )
     wait_until(lambda: writer.reserve(KEYS) is not None)
     writer.commit(KEYS, range(6))
-    for each in writer, cache:  # answered after the node has processed all earlier messages
-        wait_until(lambda each=each: each.lookup([b"unknown!"]).states == [BlockState.NOWHERE])
+    # An answer: all earlier messages were processed.
+    wait_until(lambda: writer.lookup([b"unknown!"]).states == [BlockState.NOWHERE])
+    wait_until(lambda: cache.lookup([b"unknown!"]).states == [BlockState.NOWHERE])
     yield cache
     writer.close()
     cache.close()

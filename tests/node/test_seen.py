@@ -87,7 +87,7 @@ def test_node_is_asked_again_about_a_block_that_it_did_not_have(
     evict(node)
     partition.tier.generations[:] = before
     assert cache.lookup(KEYS[:1]).states == [MEMORY]
-    assert cache.hold(KEYS[:1]).guard.generations == [-1]  # type: ignore[union-attr]
+    assert cache.hold(KEYS[:1]).guard.generations == [-1]
     cache.poll()
     assert cache.lookup(KEYS[:1]).states == [NOWHERE]
 
