@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvtier.cache.transfer import Transfer, Waiter
 from kvtier.core.grouping import runs_of
@@ -69,6 +70,8 @@ class Lease(Waiter):
         decision: the inputs of its plan, as soon as there is a plan.
         stores: reports the copies that store the blocks that it has computed.
         num_ended: ``num_shared`` at the end of the lease.
+        coming: transfers of a prefix that is loaded from its end, in prompt order.
+        claimed: chunks of the prefix that the engine computed meanwhile, as positions of blocks.
         ring: slots of the window KV of a running sequence; empty for models without windows.
     """
 
@@ -99,6 +102,8 @@ class Lease(Waiter):
         self.record = RequestRecord(num_asked_blocks=match.num_asked)
         self.decision: Decision | None = None
         self.stores: StoreListener | None = None
+        self.coming: deque[Transfer] = deque()
+        self.claimed: list[range] = []
         for tier, run in runs_of(self.held):
             index.lease(match.blocks[run.start : run.stop], tier)
 
@@ -137,6 +142,35 @@ class Lease(Waiter):
         """The blocks from ``first`` on are in ``slots``."""
         behind = self.slots[first + len(slots) :]
         self.slots = Numbers.joined(self.slots[:first], slots, behind)
+
+    def load_from_end(self) -> None:
+        """Note that what the lease waits for arrives in the reverse order of the prompt."""
+        self.coming.extend(sorted(self._waiting_for, key=self._first))
+
+    def _first(self, transfer: Transfer) -> int:
+        return transfer.waiters[self][0].start
+
+    def next_chunk(self, num_blocks: int) -> tuple[Sequence[Transfer], range]:
+        """Return the transfers of the first blocks that have not arrived, if they are a chunk.
+
+        The second value is the positions from there to the last block that has not arrived. Both
+        are empty if a part of the chunk has arrived, or if the lease is not loaded from its end.
+
+        num_blocks: blocks per chunk.
+        """
+        coming = self.coming
+        while coming and coming[0] not in self._waiting_for:
+            coming.popleft()
+        while coming and coming[-1] not in self._waiting_for:
+            coming.pop()
+        if not coming:
+            return (), range(0)
+        first = self._first(coming[0])
+        chunk = list(takewhile(lambda each: self._first(each) < first + num_blocks, coming))
+        is_whole = sum(len(each.blocks) for each in chunk) == num_blocks
+        if first % num_blocks or not is_whole or not self._waiting_for.issuperset(chunk):
+            return (), range(0)
+        return chunk, range(first, coming[-1].waiters[self][-1].stop)
 
     def append(self, blocks: Sequence[BlockId], tier: str) -> None:
         """Add blocks to the end of the prefix that the caller has leased in ``tier`` already."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 from kvtier.cache.ladder import Ladder
 from kvtier.cache.lease import Lease
@@ -40,7 +41,15 @@ class LeaseObserver:
                 num_elsewhere += len(run)
                 some = slice(run.start, run.stop)
                 self._ladder.on_admit(map(hash, lease.labels[some]), lease.blocks[some])
-        self._ladder.costs.planned(num_elsewhere, plan.num_declined_blocks)
+        num = plan.num_claimed_blocks
+        self._ladder.costs.planned(num_elsewhere - num, plan.num_declined_blocks + num)
+
+    def computes(self, lease: Lease, chunk: range) -> None:
+        """Report that the engine computes blocks of the prefix, which are not loaded then."""
+        lease.claimed.append(chunk)
+        for tier, num in Counter(lease.held[chunk.start : chunk.stop]).items():
+            lease.record.hit_blocks[tier] -= num
+        lease.record.load_bytes -= len(chunk) * self._group.bytes_per_block
 
     def found(self, lease: Lease, match: Match) -> None:
         """Report the prefix that a request found.

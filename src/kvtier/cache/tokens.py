@@ -24,9 +24,9 @@ from kvtier.cache.ladder import Ladder, LadderCallbacks, Prefetch
 from kvtier.cache.lease import Lease
 from kvtier.cache.lease_metrics import LeaseObserver
 from kvtier.cache.token_lookup import begin_lookup
-from kvtier.cache.transfer import CopyJob, LayerGate, LocalMover
+from kvtier.cache.transfer import CopyJob, LayerGate, LocalMover, Transfer
 from kvtier.core.config import CacheConfig
-from kvtier.core.errors import Closed, ConfigError, UsageError
+from kvtier.core.errors import Closed, ConfigError, TierError, UsageError
 from kvtier.core.hints import BlockHint, Hint, HintOutcome, HintResult, waits
 from kvtier.core.hot import Numbers
 from kvtier.core.keys import keys_along
@@ -51,7 +51,7 @@ from kvtier.index.policies.replayed import LRU
 from kvtier.observe import Metrics
 from kvtier.observe.block_events import BlockEvents, BlockLog
 from kvtier.plan import Costs, Decision, Plan, weigh
-from kvtier.plan.decide import Wait, WaitState
+from kvtier.plan.decide import Wait, WaitState, is_computed_sooner
 from kvtier.tiers import ArenaOptions, DeviceTier, MemoryTier, StorageTier
 from kvtier.tiers.row import lossy_codec, make_tiers
 
@@ -212,6 +212,7 @@ class Cache:
         num_blocks: int,
         grain_blocks: int = 1,
         load: bool = True,
+        from_both_ends: bool = False,
     ) -> Lease | None:
         """Reuse the cached prefix of a prompt, and reserve slots for the rest.
 
@@ -222,6 +223,7 @@ class Cache:
             num_blocks: blocks that the request needs in all, including its output.
             grain_blocks: reuse a multiple of this number of blocks.
             load: if False, reuse only blocks that are on the device already.
+            from_both_ends: whether the engine can call ``claim`` while the prefix is loaded.
 
         Returns:
             A lease, to be used once it is ``ready``. None if the device tier has no room for the
@@ -235,7 +237,7 @@ class Cache:
         self.lookup(namespace, labels)
         match = self.match(namespace, labels)
         lease = self.lease(namespace, labels, match)
-        decision = self.decide(match, num_tokens, grain_blocks, load)
+        decision = self.decide(match, num_tokens, grain_blocks, load, None, from_both_ends)
         plan = decision.plan
         lease.decision = decision
         if not self.transfer(lease, plan, num_blocks):
@@ -273,10 +275,12 @@ class Cache:
         grain_blocks: int = 1,
         load: bool = True,
         costs: Costs | None = None,
+        from_both_ends: bool = False,
     ) -> Decision:
         """Return the plan together with its inputs, for ``kvtier.plan.explain``.
 
         costs: by default the current ones, by which every load is free if the policy is ``always``.
+        from_both_ends: see ``fetch``.
         """
         size, num_bytes = self.group.block_size, self.group.bytes_per_block
         match = match if load else match.on_device()
@@ -291,6 +295,7 @@ class Cache:
             grain_blocks=grain_blocks,
             deadline_s=self.config.load_deadline_s,
             is_weighed=self._weighs_costs,
+            from_both_ends=from_both_ends,
         )
 
     def transfer(self, lease: Lease, plan: Plan, num_blocks: int) -> bool:
@@ -313,6 +318,8 @@ class Cache:
         shared = self._index.slots(lease.blocks, DEVICE)
         lease.slots = Numbers.joined(shared, new_slots)
         self._ladder.wait_for(lease, shared)
+        if plan.from_both_ends:
+            lease.load_from_end()
         lease.deadline = self._clock() + self.config.load_deadline_s
         self._loading[lease] = None
         self._use(lease, first=0)
@@ -330,6 +337,43 @@ class Cache:
         if not begun or len(begun) < len(lease.waiting_for):
             return None
         return LayerGate(begun, lease.deadline - self._clock())
+
+    @contextmanager
+    def claim(self, lease: Lease, num_blocks: int) -> Iterator[range]:
+        """Yield the first chunk of blocks that have not arrived, for the engine to compute now.
+
+        Their loads are cancelled. What the engine writes to their slots arrives like a load, for
+        every lease that waits for it; if the engine raises, nothing has arrived. The cache must not
+        be polled meanwhile.
+
+        Yields an empty range if the chunk is in flight, partly there, or loaded sooner than
+        computed. Only a lease that is loaded from its end has other chunks; see ``Plan``.
+
+        num_blocks: blocks per chunk.
+        """
+        transfers, coming = lease.next_chunk(num_blocks)
+        chunk = coming[:num_blocks]
+        if not transfers or not self._is_worth_computing(transfers, coming, chunk):
+            yield range(0)
+            return
+        self._observer.computes(lease, chunk)
+        try:
+            yield chunk
+        except BaseException as raised:
+            error = TierError(DEVICE, "load", f"its computation failed: {raised!r}")
+            self._ladder.end_claimed(transfers, error)
+            raise
+        self._ladder.end_claimed(transfers)
+        self._check()
+
+    def _is_worth_computing(
+        self, transfers: Sequence[Transfer], coming: range, chunk: range
+    ) -> bool:
+        """Whether the chunk is computed before its load would end, and can be claimed."""
+        size, num_chunks = self.group.block_size, len(coming) / len(chunk)
+        compute_s = self._ladder.costs.expected_prefill_s(chunk.start * size, chunk.stop * size)
+        load_s = self._ladder.step_s(transfers) * num_chunks
+        return is_computed_sooner(compute_s, load_s) and self._ladder.claim(transfers)
 
     def commit(self, lease: Lease, num_blocks: int) -> None:
         """Add the lease's blocks up to ``num_blocks``, which the engine has computed, to the cache.

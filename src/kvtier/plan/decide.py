@@ -3,6 +3,7 @@
     decide       for engines that bring keys: load, wait or compute
     Wait.state   for every engine: whether a request goes on waiting
     weigh        for every engine whose blocks are weighed one by one (``worth.py``)
+    is_computed_sooner  for engines that compute from the front while a load comes from the end
 
 All are pure: they move nothing, keep no state, and the clock is an argument. A connector translates
 the blocks that its engine requested into ``FoundBlocks``, and the result into its engine's terms.
@@ -191,6 +192,15 @@ def decide(
         tell = None
     ready = _last_up_to(found.ready, limit(ready_end, tell), first)
     return LoadUpTo(ready, given_up) if ready > first else Compute(given_up)
+
+
+def is_computed_sooner(compute_s: float, load_s: float) -> bool:
+    """Whether a chunk at the front is computed while the rest is loaded from the end.
+
+    compute_s: expected seconds to compute it. load_s: until the load, to which it belongs, would
+    end. Without a measurement of both nothing is computed.
+    """
+    return 0 < compute_s < load_s
 
 
 def end_without_room(found: FoundBlocks, end: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 
 from kvtier.core.grouping import runs_of
@@ -53,6 +53,7 @@ class Actual:
     first_token_s: time since the request's arrival.
     num_failed_loads: failed loads before this plan.
     overlaps: whether the prompt was computed while it was still being loaded.
+    claimed: positions of blocks that were computed meanwhile, although they were found.
     audit: the outcome of an audit of its cached part, in words; "" for none.
     """
 
@@ -63,6 +64,7 @@ class Actual:
     first_token_s: float | None = None
     num_failed_loads: int = 0
     overlaps: bool = False
+    claimed: Sequence[range] = ()
     audit: str = ""
 
 
@@ -244,11 +246,11 @@ class PromptCost:
 def explain(decision: Decision, actual: Actual = UNKNOWN) -> Explanation:
     """Explain a decision. Cost: O(blocks of the match)."""
     plan, size = decision.plan, decision.block_size
-    num_reused = min(plan.num_reused_blocks * size, decision.num_tokens)
+    end = min(plan.num_reused_blocks * size, decision.num_tokens)
     return Explanation(
         decision.num_tokens,
-        num_reused,
-        (*_reused(decision, actual), *_computed(decision, actual, num_reused)),
+        end - sum(map(len, actual.claimed)) * size,
+        (*_reused(decision, actual), *_computed(decision, actual, end)),
         Cut(plan.num_reused_blocks, plan.load_s, plan.recompute_s),
         tuple((cut.num_blocks * size, cut) for cut in _rejected(plan)),
         tuple(_weak(decision)),
@@ -259,9 +261,13 @@ def explain(decision: Decision, actual: Actual = UNKNOWN) -> Explanation:
 
 
 def _reused(decision: Decision, actual: Actual) -> Iterator[ExplainedPart]:
-    """Yield the runs of blocks found in one tier, up to the cut."""
+    """Yield the runs of blocks found in one tier, or computed nevertheless, up to the cut."""
     costs, size = decision.costs, decision.block_size
-    runs = list(_runs(decision.match, 0, decision.plan.num_reused_blocks))
+    tiers = list(decision.match.tiers)
+    for chunk in actual.claimed:
+        tiers[chunk.start : chunk.stop] = [COMPUTED] * len(chunk)
+    match = replace(decision.match, tiers=tuple(tiers)) if actual.claimed else decision.match
+    runs = list(_runs(match, 0, decision.plan.num_reused_blocks))
     tier_s = _seconds_by_tier(decision, runs)
     of_tier: dict[str, int] = {}
     for tier, _, run in runs:
@@ -270,10 +276,12 @@ def _reused(decision: Decision, actual: Actual) -> Iterator[ExplainedPart]:
     starts = [where.start for where, _ in arrivals]
     for tier, is_coming, run in runs:
         first, end = run.start * size, run.stop * size
+        compute_s = _known(costs.prefill_s(first, end))
         if tier == DEVICE:
-            yield ExplainedPart(
-                first, end, tier, 0.0, 0.0, _known(costs.prefill_s(first, end)), None
-            )
+            yield ExplainedPart(first, end, tier, 0.0, 0.0, compute_s, None)
+            continue
+        if tier == COMPUTED:
+            yield ExplainedPart(first, end, tier, compute_s, None, compute_s, costs.num_prefills)
             continue
         some = slice(max(0, bisect_right(starts, run.start) - 1), bisect_left(starts, run.stop))
         times = [seconds for where, seconds in arrivals[some] if run.start < where.stop]
@@ -283,7 +291,7 @@ def _reused(decision: Decision, actual: Actual) -> Iterator[ExplainedPart]:
             tier,
             tier_s[tier] * len(run) / of_tier[tier] if decision.is_weighed else None,
             max(times, default=None),
-            _known(costs.prefill_s(first, end)),
+            compute_s,
             _num_measured(decision, tier, of_tier[tier]) if decision.is_weighed else None,
             is_coming,
         )
@@ -314,7 +322,7 @@ def _seconds_by_tier(
     costs = decision.costs
     num_bytes: dict[str, int] = {}
     for tier, is_coming, run in runs:
-        if tier != DEVICE:
+        if tier not in (DEVICE, COMPUTED):
             moved = 0 if is_coming else len(run) * decision.bytes_per_block
             num_bytes[tier] = num_bytes.get(tier, 0) + moved
     users: dict[Route, list[str]] = {}

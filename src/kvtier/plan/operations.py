@@ -54,6 +54,11 @@ class Plan:
     compared: the cuts that were compared, shortest first, without the empty one; at most
     ``MAX_COMPARED``, evenly spread.
     num_declined_blocks: usable blocks after the cut.
+    from_both_ends: the copies are of one chunk each, the last one first, so that the engine may
+    compute chunks from the front meanwhile.
+    num_claimed_blocks: blocks before the cut that it is expected to compute so. They are copied
+    only if the load gets there first.
+    overlap_s: estimated seconds for which ``load_s`` and ``recompute_s`` overlap then.
     """
 
     copies: tuple[Copy, ...] = ()
@@ -63,16 +68,25 @@ class Plan:
     all_recompute_s: float = 0.0
     compared: tuple[Cut, ...] = ()
     num_declined_blocks: int = 0
+    from_both_ends: bool = False
+    num_claimed_blocks: int = 0
+    overlap_s: float = 0.0
 
     @property
     def num_copied_blocks(self) -> int:
         """Number of copied blocks; a block counts once per group."""
         return sum(len(copy.blocks) for copy in self.copies)
 
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds until the whole prompt is on the device."""
+        return self.load_s + self.recompute_s - self.overlap_s
+
     def __str__(self) -> str:
         steps = "; ".join(map(str, self.copies)) or "nothing to copy"
+        overlap = f", {self.overlap_s * 1e3:.2f} ms of it together" if self.overlap_s else ""
         return (
             f"reuse {self.num_reused_blocks} blocks ({steps}), load {self.load_s * 1e3:.2f} ms + "
-            f"prefill {self.recompute_s * 1e3:.2f} ms, "
+            f"prefill {self.recompute_s * 1e3:.2f} ms{overlap}, "
             f"without cache {self.all_recompute_s * 1e3:.2f} ms"
         )

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
+from kvtier.core.grouping import runs_of
 from kvtier.core.hot import Numbers
-from kvtier.core.types import DEVICE, BlockId, GroupMatch
+from kvtier.core.types import DEVICE, HOST, BlockId, GroupMatch
 from kvtier.plan.cost import Costs, Route
 from kvtier.plan.needs import GroupCapacity, NeedKind, Stretch, coming_runs, stretches
 from kvtier.plan.operations import MAX_COMPARED, Copy, Cut, Plan
+
+WORTH_IT = 0.9
+"""Share of the seconds of the best other plan that a plan from both ends takes at most. A smaller
+gain is less certain than the estimates."""
+WORTH_S = 0.05
+"""Seconds that a plan from both ends saves at least."""
+MAX_CHUNKS = 1024
+"""Most bounds of chunks of a plan from both ends: each chunk has a copy of its own."""
 
 
 def plan_groups(
@@ -24,6 +33,7 @@ def plan_groups(
     block_size: int,
     grain_blocks: int = 1,
     deadline_s: float | None = None,
+    from_both_ends: bool = False,
 ) -> Plan:
     """Choose how much of the cached prefix to reuse.
 
@@ -38,6 +48,8 @@ def plan_groups(
     rooms: one per group of the match.
     num_tokens: length of the prompt. The cut leaves at least one token to compute, for its logits.
     deadline_s: a load with a longer estimate is not begun.
+    from_both_ends: whether the engine can compute the prefix from its front, chunk by chunk of
+    ``grain_blocks``, while it is loaded from its end. Only for a match of one group.
 
     The cut found is optimal. The load's cost is linear between the points where a run of blocks
     begins or ends, a copy reaches another size class, or a limit is reached. Prefill costs a linear
@@ -61,7 +73,7 @@ def plan_groups(
         for group, room in enumerate(rooms)
         for copy in _copies(match, group, room, best.num_blocks)
     ]
-    return Plan(
+    plan = Plan(
         tuple(copies),
         best.num_blocks,
         best.load_s,
@@ -69,6 +81,77 @@ def plan_groups(
         all_recompute_s,
         _spread(compared),
         cuts[-1] - best.num_blocks if cuts else 0,
+    )
+    if not from_both_ends or not compared:
+        return plan
+    return _from_both_ends(plan, compared[-1], match, loads, block_size, grain_blocks)
+
+
+def _from_both_ends(
+    plan: Plan, cut: Cut, match: GroupMatch, loads: _Loads, block_size: int, grain_blocks: int
+) -> Plan:
+    """Return a plan that computes the front of a prefix and loads its end, if it beats ``plan``.
+
+    A chunk needs all KV before it, so chunks are computed forwards, and loaded backwards until both
+    meet. Where they meet is found by the engine, and is estimated here: where both have taken
+    equally long. Blocks up to the first whole chunk in storage are loaded before all others.
+
+    The longest ``cut`` is the best one, since computing a part that is loaded at the same time
+    takes less than computing it later. A first read from storage is always made in this way: if it
+    turns out to be slow, the engine computes most of the prefix.
+    """
+    costs, end = loads.costs, cut.num_blocks
+    tiers = [tier or DEVICE for tier in match.tiers[0][:end]]
+    first = next((at for at, tier in enumerate(tiers) if tier != DEVICE), end)
+    stored = next((at for at, tier in enumerate(tiers) if tier not in (DEVICE, HOST)), end)
+    begin = -(-stored // grain_blocks) * grain_blocks
+    chunks = range(begin, end + 1, grain_blocks)
+    if costs.prefill is None or not 2 < len(chunks) <= MAX_CHUNKS:
+        return plan
+    runs = list(runs_of(tiers[first:], first))
+    sources = {tier for tier, _ in runs}
+    if DEVICE in sources or any(match.in_flight[0][first:end]):
+        return plan
+
+    def load_s(start: int, end: int = end) -> float:
+        return loads.seconds_between(runs, start, end)
+
+    def compute_s(at: int) -> float:
+        return costs.prefill_s(begin * block_size, at * block_size)
+
+    at = bisect_left(chunks, True, key=lambda at: compute_s(at) >= load_s(at))
+    meet = min(chunks[max(0, at - 1) : at + 1], key=lambda at: max(compute_s(at), load_s(at)))
+    first_s = load_s(first, begin)
+    found = replace(
+        plan,
+        copies=_copies_from_end(match.blocks, tiers, first, chunks),
+        num_reused_blocks=end,
+        load_s=first_s + load_s(meet),
+        recompute_s=compute_s(meet) + cut.recompute_s,
+        num_declined_blocks=plan.num_reused_blocks + plan.num_declined_blocks - end,
+        from_both_ends=True,
+        num_claimed_blocks=meet - begin,
+        overlap_s=min(compute_s(meet), load_s(meet)),
+    )
+    is_late = loads.deadline_s is not None and found.load_s > loads.deadline_s
+    saved_s, least_s = plan.seconds - found.seconds, (1 - WORTH_IT) * plan.seconds
+    if not all(costs.ways[tier][0] in costs.seconds_per_byte for tier in sources - {HOST}):
+        saved_s, least_s = compute_s(end) / 2, 0.0  # as if the storage were as fast as computing
+    return plan if is_late or saved_s <= max(least_s, WORTH_S) else found
+
+
+def _copies_from_end(
+    blocks: Sequence[BlockId], tiers: Sequence[str], first: int, chunks: range
+) -> tuple[Copy, ...]:
+    """Return the copies of the blocks from ``first`` on, chunk by chunk, the last one first.
+
+    chunks: the bounds of the chunks. What is before them is copied before them.
+    """
+    bounds = [*pairwise(chunks)][::-1]
+    return tuple(
+        Copy(tier, DEVICE, blocks[run.start : run.stop])
+        for start, end in ((first, chunks.start), *bounds)
+        for tier, run in runs_of(tiers[start:end], start)
     )
 
 
@@ -180,6 +263,19 @@ class _Loads:
         elif is_late(high):
             high = bisect_left(range(high), True, lo=low, key=is_late) - 1
         return (low, high) if low < high else (low,)
+
+    def seconds_between(self, runs: Sequence[tuple[str, range]], start: int, end: int) -> float:
+        """Return the seconds to load the blocks of the first group from ``start`` up to ``end``.
+
+        runs: of its blocks in one tier, none of them on the device.
+        """
+        num_bytes: dict[str, int] = {}
+        for tier, run in runs:
+            num = min(run.stop, end) - max(run.start, start)
+            if num > 0:
+                size = num * self.rooms[0].bytes_per_block
+                num_bytes[tier] = num_bytes.get(tier, 0) + size
+        return self.costs.load_s(num_bytes)
 
     def _load_s(self, stretch: Stretch, cut: int) -> float:
         num_bytes: dict[str, int] = {}

@@ -32,6 +32,7 @@ def weigh(
     grain_blocks: int = 1,
     deadline_s: float | None = None,
     is_weighed: bool = True,
+    from_both_ends: bool = False,
 ) -> Decision:
     """Return the cheapest cut of a prefix of one group, with all that it depends on.
 
@@ -47,6 +48,7 @@ def weigh(
         block_size=block_size,
         grain_blocks=grain_blocks,
         deadline_s=deadline_s,
+        from_both_ends=from_both_ends,
     )
     return Decision(
         match, costs, plan, num_tokens, block_size, bytes_per_block, grain_blocks, is_weighed

@@ -46,6 +46,7 @@ class CostMetrics:
         self._metrics = metrics
         self._costs = costs
         self._clock = clock
+        self.expected_prefill_s = costs.expected_prefill_s
         self._unpaid_s = 0.0
         self._num_declined = 0
         self._logged_s = -inf

@@ -169,6 +169,9 @@ class Ladder:
         self.evict_blocks = eviction.remove
         # -- copies up, and reads ahead of requests
         self.load = loads.load
+        self.claim = transfers.claim
+        self.end_claimed = transfers.end_claimed
+        self.step_s = transfers.step_s
         self.promote = loads.promote
         self.num_to_probe = loads.num_to_probe
         self.fetch_ahead = loads.fetch_ahead

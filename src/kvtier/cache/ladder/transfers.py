@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import islice
@@ -12,7 +13,7 @@ from kvtier.cache.ladder.in_flight import InFlight
 from kvtier.cache.ladder.options import LadderCallbacks
 from kvtier.cache.ladder.topology import Topology
 from kvtier.cache.transfer import Job, Move, Mover, Transfer
-from kvtier.core.errors import TierError
+from kvtier.core.errors import CacheError, TierError
 from kvtier.core.types import BlockId, BlockKey, Slot, keys_of
 from kvtier.index import BlockIndex, State
 from kvtier.observe import Metrics
@@ -59,7 +60,7 @@ class Transfers:
         account: CostMetrics,
         clock: Callable[[], float],
         callbacks: LadderCallbacks,
-        trial_bytes: int = 0,
+        block_bytes: int = 0,
     ) -> None:
         self._topology = topology
         self._ways = topology.ways()
@@ -69,7 +70,7 @@ class Transfers:
             if name in self._ways
         }
         self._loads = {route for way in self._ways.values() for route in way}
-        self._trial_bytes = trial_bytes
+        self._block_bytes = block_bytes
         self._index = index
         self._mover = mover
         self._metrics = metrics
@@ -122,6 +123,49 @@ class Transfers:
         if self._mover.withdraw((transfer.src, transfer.dst), transfer.job):
             self.finish(transfer)
 
+    def claim(self, transfers: Sequence[Transfer]) -> bool:
+        """Take queued copies to the device out of their queues: the engine computes their blocks.
+
+        Pass them to ``end_claimed`` before the next ``poll``. Returns False, and takes none, if
+        one has begun, or if something else waits for its read.
+        """
+        queued = list(dict.fromkeys(transfer.after or transfer for transfer in transfers))
+        routes = {(transfer.src, transfer.dst) for transfer in queued}
+        jobs = [transfer.job for transfer in queued if transfer.job is not None]
+        leaders = [transfer for transfer in queued if transfer.followers]
+        is_needed = any(
+            leader.waiters or not set(leader.followers) <= set(transfers) for leader in leaders
+        )
+        if is_needed or len(routes) != 1 or len(jobs) < len(queued):
+            return False
+        if not self._mover.cancel(routes.pop(), jobs):
+            return False
+        for leader in leaders:
+            leader.followers.clear()
+            self.finish(leader)
+        for transfer in transfers:
+            transfer.after, transfer.job, transfer.expected_s = None, Job(0), 0.0
+        return True
+
+    def end_claimed(self, transfers: Sequence[Transfer], error: CacheError | None = None) -> None:
+        """End claimed copies. error: why the engine did not compute their blocks."""
+        for transfer in transfers:
+            assert transfer.job is not None, "it was claimed"
+            transfer.job.withdrawn = error is not None
+            transfer.job.finish(error)
+            self.finish(transfer)
+
+    def step_s(self, transfers: Sequence[Transfer]) -> float:
+        """Return the expected seconds of the slowest step of loads, without their queues.
+
+        0 if it was not measured yet.
+        """
+        num_bytes = Counter[Route]()
+        for transfer in transfers:
+            for step in filter(None, (transfer.after, transfer)):
+                num_bytes[step.src, step.dst] += len(transfer.blocks) * self._block_bytes
+        return max(self._costs.expected_copy_s(route, num) for route, num in num_bytes.items())
+
     def refuse(self, copy: Copy, reason: str) -> Transfer:
         """Return a transfer that has failed already. The next ``poll`` notifies its waiters."""
         transfer = Transfer(copy.src, copy.dst, ())
@@ -172,6 +216,7 @@ class Transfers:
         """Mark arrived blocks ready and others absent, then notify the waiters."""
         job = transfer.job
         assert job is not None
+        assert job.done
         self.in_flight.remove(transfer)
         absent = _absent(transfer, job)
         is_ours = transfer.dst != self._topology.device
@@ -213,6 +258,8 @@ class Transfers:
 
     def _note(self, transfer: Transfer, job: Job) -> None:
         src, dst = transfer.src, transfer.dst
+        if job.succeeded and not job.num_bytes:  # the engine computed the blocks
+            return
         if job.succeeded:  # the duration of a failed copy says nothing of its cost
             self._costs.observe_copy((src, dst), job.num_bytes, job.seconds, self._clock())
             self._account.loaded(src, transfer.expected_s, job.seconds)
@@ -337,7 +384,7 @@ class Transfers:
             self._ways,
             self._least_s,
             witnesses=self._topology.witnesses(),
-            trial_bytes=self._trial_bytes,
+            trial_bytes=self._block_bytes,
             now_s=self._clock(),
         )
 

@@ -71,7 +71,9 @@ class StatefulCache(Cache, ABC):
         grain_blocks: int = 1,
         load: bool = True,
         costs: Costs | None = None,
+        from_both_ends: bool = False,
     ) -> Decision:
+        del from_both_ends  # where computing meets the load, there is no state to continue from
         assert isinstance(match, SnapshotMatch), "of this cache"
         size, num_bytes = self.group.block_size, self.group.bytes_per_block
         match = match if load else match.on_device()

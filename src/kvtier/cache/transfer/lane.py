@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from queue import SimpleQueue
 from threading import Lock, Thread
 from time import monotonic, perf_counter
@@ -106,6 +106,22 @@ class Lane:
         if work is not None:
             self._end_unbegun(job)
         return work is not None
+
+    def cancel(self, jobs: Collection[Job]) -> bool:
+        """Remove queued ``jobs``, urgent or not; they count as failed.
+
+        Return False, and remove none, if one of them is not in a queue any more.
+        """
+        with self._lock:
+            if any(job not in self._urgent and job not in self._patient for job in jobs):
+                return False
+            for job in jobs:
+                if self._patient.pop(job, None) is None:
+                    del self._urgent[job]
+                    self._urgent_bytes -= job.num_bytes
+        for job in jobs:
+            self._end_unbegun(job)
+        return True
 
     def _end_unbegun(self, job: Job) -> None:
         job.withdrawn = True

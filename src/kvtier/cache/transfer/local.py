@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
 
@@ -192,6 +192,10 @@ class LocalMover(Mover):
     def withdraw(self, route: Route, job: Job) -> bool:
         gate = self._gates.get((route[0], "read"))
         return gate is not None and gate.lane.withdraw(job)
+
+    def cancel(self, route: Route, jobs: Collection[Job]) -> bool:
+        gate = self._gates.get((route[0], "read"))
+        return gate is not None and gate.lane.cancel(jobs)
 
     def queued_s(self, route: Route, copy_s: Callable[[int], float]) -> float:
         gate = self._gates.get((route[0], "read"))

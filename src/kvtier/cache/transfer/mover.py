@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kvtier.cache.transfer.job import Job
@@ -98,6 +98,10 @@ class Mover(ABC):
 
     def withdraw(self, route: Route, job: Job) -> bool:
         """Cancel ``job`` if it has not begun. Return whether it was cancelled."""
+        return False
+
+    def cancel(self, route: Route, jobs: Collection[Job]) -> bool:
+        """Cancel reads from storage, urgent or not, if none has begun. Return whether."""
         return False
 
     @abstractmethod

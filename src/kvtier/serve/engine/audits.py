@@ -109,7 +109,7 @@ class Audits:
                 self._skip(request)
                 return
             del self._chosen[request]
-            start, size = self._start(request.num_cached, states), self._info.block_size
+            start, size = self._start(request, lease, states), self._info.block_size
             tokens, first = request.prompt[start : start + self._info.chunk_tokens], start // size
             distances = self._runner.recompute(tokens, lease, start, slots, states)
         assert lease.decision is not None, "it found something"
@@ -119,15 +119,19 @@ class Audits:
         last = start + len(tokens) - 1
         request.audit = f"tokens {start:,}-{last:,} were {COMPARED}: {said}"
 
-    def _start(self, num_cached: int, states: Callable[[int], Sequence[Slot] | None]) -> int:
+    def _start(
+        self, request: Request, lease: Lease, states: Callable[[int], Sequence[Slot] | None]
+    ) -> int:
         """Return the first token of a chunk among the cached tokens, each with the same chance.
 
         Of models with windows or recurrent layers, the first one, and of the last ``NEAR`` those
         that have a state before them on the device: loading one would move bytes for it alone.
         """
         size = self._info.chunk_tokens
-        num, grain = num_cached // size, size // self._info.block_size
-        chunks: Sequence[int] = range(num)
+        grain = size // self._info.block_size
+        computed = {chunk.start // grain for chunk in lease.claimed}
+        num = request.num_cached // size + len(computed)
+        chunks: Sequence[int] = [at for at in range(num) if at not in computed]
         if isinstance(self._cache, StatefulCache):
             near = chunks[max(1, num - NEAR) :]
             chunks = [0, *(at for at in near if states(at * grain) is not None)]

@@ -40,6 +40,9 @@ class EngineConfig(AuditConfig):
     follow_loads: bool = True
     """Begin to compute while the prefix is still being loaded, layer by layer, if that delays no
     other request."""
+    meet_loads: bool = True
+    """Compute a prompt's cached prefix from its front while it is loaded from its end, if that is
+    predicted to be faster and nothing else is to be computed."""
     threads: int = setting(0, "Compute threads; 0 for torch's choice.")
     events: str = setting(
         "",

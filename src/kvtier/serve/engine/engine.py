@@ -135,6 +135,7 @@ class Engine:
             *shared,
             config.max_running,
             config.follow_loads,
+            config.meet_loads,
             Audits(auditor, *shared, self._rename),
         )
         self._inbox = Inbox(config.max_queue + config.max_running)

@@ -102,6 +102,12 @@ class Marks:
     first_token: float = 0.0
     ended: float = 0.0
 
+    def note_prefill(self, began: float, ended: float) -> None:
+        """Note the times of a chunk."""
+        self.prefill_began = self.prefill_began or began
+        self.prefill_ended = ended
+        self.prefill_s += ended - began
+
 
 class Stage(Enum):
     """Stage of a request."""
@@ -226,7 +232,8 @@ class Request:
             waited_s=marks.fetch_began - self.submitted,
             first_token_s=self.first_token_s if self.tokens else None,
             num_failed_loads=self.num_broken_loads,
-            overlaps=self.has_followed,
+            overlaps=self.has_followed or bool(lease.claimed),
+            claimed=lease.claimed,
             audit=self.audit,
         )
 

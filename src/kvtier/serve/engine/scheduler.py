@@ -85,6 +85,7 @@ class Scheduler:
         info: EngineInfo,
         max_running: int,
         follow_loads: bool = True,
+        meet_loads: bool = True,
         audits: Audits | None = None,
     ) -> None:
         self._cache = cache
@@ -94,6 +95,7 @@ class Scheduler:
         self._grain_blocks = info.chunk_tokens // info.block_size
         self._max_running = max_running
         self.follow_loads = follow_loads
+        self._meet_loads = meet_loads
         self._audits = audits
         self._waiting = WaitingRequests(cache)
         self._aborted: list[Request] = []
@@ -173,6 +175,7 @@ class Scheduler:
             num_blocks=self.num_blocks(request),
             grain_blocks=self._grain_blocks,
             load=request.may_load,
+            from_both_ends=self._meet_loads and self._computes_for_nobody_but(request),
         )
         if request.lease is None:
             request.stage = Stage.WAITING
@@ -185,6 +188,11 @@ class Scheduler:
         request.may_follow, request.has_followed = self.follow_loads, False
         self._waiting.end_prefetch(request)
         return True
+
+    def _computes_for_nobody_but(self, request: Request) -> bool:
+        """Whether no other request waits, loads or computes its prompt."""
+        others = (other for other in self._everybody() if other is not request)
+        return all(other.stage is Stage.DECODE for other in others)
 
     def _check_load(self, request: Request) -> None:
         """After a load has ended, begin the prefill, or fetch again without the load."""
@@ -216,14 +224,43 @@ class Scheduler:
         num_decoding = sum(r.stage is Stage.DECODE for r in self.running)
         num_tokens = max(1, PROMPT_TOKENS * num_decoding)
         num_chunks = 0
+        loading = {
+            r for r in self.running if r.stage is Stage.LOADING and r.lease and r.lease.coming
+        }
         while num_tokens > 0:
-            waiting = (r for r in self.running if r.stage is Stage.PREFILL)
+            waiting = (r for r in self.running if r.stage is Stage.PREFILL or r in loading)
             request = min(waiting, key=lambda r: r.turn, default=None)
             if request is None:
                 break
-            num_tokens -= self._guarded(request, self._prefill_chunk) or 0
+            if request in loading:
+                num = self._guarded(request, self._prefill_front) or 0
+                if not num:
+                    loading.remove(request)
+                    continue
+            else:
+                num = self._guarded(request, self._prefill_chunk) or 0
+            num_tokens -= num
             num_chunks += 1
         return num_chunks
+
+    def _prefill_front(self, request: Request) -> int:
+        """Compute the next chunk of a prefix that is loaded from its end.
+
+        Returns the number of tokens; 0 if the load comes sooner, or is under way there.
+        """
+        lease, size = request.lease, self._info.block_size
+        assert lease is not None
+        with self._cache.claim(lease, self._grain_blocks) as blocks:
+            if not blocks:
+                return 0
+            start, end = blocks.start * size, blocks.stop * size
+            began = time.perf_counter()
+            span = self._runner.span(lease, start, end)
+            self._runner.prefill_tail(request.prompt[start:end], span, 1)
+            ended = time.perf_counter()
+        self._cache.observe_prefill(start, end - start, ended - began)
+        request.marks.note_prefill(began, ended)
+        return end - start
 
     def _begin_early(self) -> int:
         """Let the first request that can do so follow its load, layer by layer.
@@ -259,11 +296,11 @@ class Scheduler:
             if self._others_computed_more(request):
                 self._refetch(request)
                 return 0
-            request.num_computed = request.num_cached = lease.num_shared * self._info.block_size
-            request.hit_tokens = {
-                tier: count * self._info.block_size
-                for tier, count in lease.record.hit_blocks.items()
-            }
+            size = self._info.block_size
+            hits = lease.record.hit_blocks
+            request.hit_tokens = {tier: num * size for tier, num in hits.items() if num}
+            request.num_computed = lease.num_shared * size
+            request.num_cached = sum(request.hit_tokens.values())
         start, grid = request.num_computed, self._info.chunk_tokens
         end = min((start // grid + 1) * grid, len(request.prompt))
         began = time.perf_counter()
@@ -286,9 +323,7 @@ class Scheduler:
         else:
             request.num_computed = request.num_cached = 0
             return 0
-        request.marks.prefill_began = request.marks.prefill_began or began
-        request.marks.prefill_ended = ended
-        request.marks.prefill_s += ended - began
+        request.marks.note_prefill(began, ended)
         request.num_computed = end
         if end == len(request.prompt) or end % (self._runner.commit_chunks * grid) == 0:
             self._commit(request)
