@@ -51,7 +51,7 @@ def ready(harness: Harness) -> Harness:
 def computes_in(harness: Harness, token_s: float) -> None:
     """Make the cache believe that a token takes so long to compute."""
     costs = harness.cache._ladder.costs
-    costs.expected_prefill_s = lambda first, end: (end - first) * token_s  # type: ignore[assignment]
+    costs.expected_prefill_s = lambda first, end: (end - first) * token_s
 
 
 def fetch(harness: Harness, tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> Request:

@@ -138,7 +138,7 @@ def test_the_engine_computes_while_the_disk_hangs(
 def test_models_with_states_load_first(
     make: Make, tmp_path: Path, prompt: list[int], read: Event, name: str
 ) -> None:
-    """Where computing meets the load, there is no state of theirs to continue from."""
+    """They have no state to continue from where computing meets the load."""
     save(name, name, tmp_path / "model")
     config = config_of(tmp_path, model=str(tmp_path / "model"))
     engine, (cold,) = on_disk(make, config, prompt)
