@@ -244,10 +244,10 @@ def test_one_audit_is_in_flight_at_a_time_and_ends_with_its_request() -> None:
 def test_no_audit_begins_while_another_request_loads() -> None:
     harness = Audited(1)
     loading = harness.request("loading", TEXT + "s")
-    harness.audits.auditor._share = 0.0
+    harness.audits.auditor.share = 0.0
     assert harness.asks(loading) == len(TEXT)
     harness.gets_pages(loading, range(10, 17), len(TEXT))
-    harness.audits.auditor._share = 1.0
+    harness.audits.auditor.share = 1.0
     assert harness.asks(harness.request("other", TEXT + "s")) == len(TEXT)
     assert harness.outcomes() == {AuditOutcome.SKIPPED: 1}
     harness.step()
@@ -317,7 +317,7 @@ def test_tolerance_is_learned_from_two_computations_of_a_block() -> None:
     """Equal ones teach nothing. An audited prompt is audited again until enough is known."""
     harness = Audited(3)
     harness.half.finish(harness.recompute("first", 3), range(10, 17))
-    harness.audits.auditor._share = 0.0
+    harness.audits.auditor.share = 0.0
     tolerance = harness.audits.auditor.tolerance
     for number in range(MIN_LEARNED):
         assert tolerance.value == CAP
@@ -334,7 +334,7 @@ def test_tolerance_is_learned_from_two_computations_of_a_block() -> None:
 def test_prompt_whose_computations_are_equal_is_not_audited_for_ever() -> None:
     harness = Audited(3)
     harness.half.finish(harness.recompute("first", 3), range(10, 17))
-    harness.audits.auditor._share = 0.0
+    harness.audits.auditor.share = 0.0
     for number in range(MIN_LEARNED):
         harness.picks(2)
         harness.half.finish(harness.recompute(f"{number}", 2), range(10, 17))

@@ -26,7 +26,7 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"host_capacity": 0}, "host_capacity: 0 is no room"),
         (
             {"zzz": 1},
-            "known: audit, host_capacity, lookup_deadline_s, storage, storage_capacity, node",
+            "known: host_capacity, lookup_deadline_s, storage, storage_capacity, node",
         ),
         ({"disk_path": "/nvme", "disk_capacity": 0}, "disk_capacity: 0 is no room at all"),
         ({"disk_capacity": "1GiB"}, "disk_capacity: '1GiB' needs a disk; name a folder"),

@@ -22,7 +22,7 @@ from kvtier.core.types import BlockKey, BlockName
 from kvtier.layout import opaque
 from kvtier.testing.codec_suite import KINDS
 from kvtier.testing.storage_user import NAMESPACE, TIMEOUT_S, Scattered, stored_key
-from kvtier.tiers import Outcome, StorageTier
+from kvtier.tiers import Outcome, Pieces, StorageTier
 from kvtier.tiers.remote import migration
 from kvtier.tiers.remote.migration import StoreAccess, migrate
 from kvtier.tiers.remote.pruning import make_keeper
@@ -159,14 +159,16 @@ def test_block_that_is_read_back_with_other_bytes_counts_as_damaged(
     fill(valkey)
     put = migration._put
 
-    def swapped(
+    def changed(
         tier: StorageTier, keys: Sequence[BlockKey], blocks: Any, timeout_s: float
     ) -> list[Outcome]:
-        if len(keys) == 1:  # nothing to swap with: say that it is there, and store nothing
-            return [THERE]
-        return put(tier, [*keys[1:], keys[0]], blocks, timeout_s)
+        if blocks.sizes.sum() != BLOCK_BYTES:
+            return put(tier, keys, blocks, timeout_s)  # the mark
+        other = np.zeros((len(keys), BLOCK_BYTES), np.uint8)
+        begins = other.ctypes.data + BLOCK_BYTES * np.arange(len(keys))
+        return put(tier, keys, Pieces.whole(begins, BLOCK_BYTES), timeout_s)
 
-    monkeypatch.setattr(migration, "_put", swapped)
+    monkeypatch.setattr(migration, "_put", changed)
     found = migrate(StoreAccess(valkey), StoreAccess(s3), lambda *_: None)
     assert (found.num_copied, found.num_damaged) == (0, NUM)
 
