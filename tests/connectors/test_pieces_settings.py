@@ -50,6 +50,7 @@ def test_what_users_of_the_disk_tier_need_can_be_set() -> None:
     ("changed", "message"),
     [
         ({"root_dir": "/nvme"}, "no setting is called 'root_dir'"),
+        ({"audit": 0.5}, "no setting is called 'audit'"),
         ({"disk_path": ["/a", 5]}, "name a folder"),
         ({"disk_path": []}, "name a folder"),
         ({"disk_path": ["/a", "/a"]}, "named twice"),

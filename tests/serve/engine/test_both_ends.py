@@ -148,19 +148,15 @@ def test_models_with_states_load_first(
     assert warm.hit_tokens == {DISK: 288}
 
 
-def test_it_can_be_turned_off(make: Make, tmp_path: Path, prompt: list[int], read: Event) -> None:
-    engine, (cold,) = on_disk(make, config_of(tmp_path, meet_loads=False), prompt)
-    read.set()
-    warm = ask(engine, prompt)
-    assert same(cold, warm)
-    assert warm.hit_tokens == {DISK: 288}
-
-
-def test_with_load_policy_always_everything_is_loaded(
-    make: Make, tmp_path: Path, prompt: list[int], read: Event
+@pytest.mark.parametrize(
+    "changed",
+    [{"meet_loads": False}, {"cache": {"load_policy": LoadPolicy.ALWAYS}}],
+    ids=["off", "always"],
+)
+def test_everything_is_loaded_where_it_is_turned_off(
+    make: Make, tmp_path: Path, prompt: list[int], read: Event, changed: dict[str, Any]
 ) -> None:
-    config = config_of(tmp_path, cache={"load_policy": LoadPolicy.ALWAYS})
-    engine, (cold,) = on_disk(make, config, prompt)
+    engine, (cold,) = on_disk(make, config_of(tmp_path, **changed), prompt)
     read.set()
     warm = ask(engine, prompt)
     assert same(cold, warm)

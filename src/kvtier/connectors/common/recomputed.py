@@ -77,6 +77,22 @@ Layers = Sequence[Sequence[TokenPlaces]]
 """The tensors of each layer of a KV group."""
 
 
+class Recomputations:
+    """The last computations of a few blocks, with which later ones are compared, too."""
+
+    def __init__(self) -> None:
+        self._fresh: OrderedDict[bytes, Bytes] = OrderedDict()
+
+    def compare(self, key: bytes, fresh: Bytes, stored: Bytes, layers: Layers) -> Compared:
+        """Compare a recomputed block with the stored one and with its last computation."""
+        before = self._fresh.pop(key, fresh)
+        apart = float(_distances(fresh, before, layers).max())
+        self._fresh[key] = fresh.copy()
+        if len(self._fresh) > MAX_BLOCKS:
+            self._fresh.popitem(last=False)
+        return Compared(_distances(fresh, stored, layers), apart)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pair:
     """A block to compare. scratch: slot of the new bytes. stored: memory, offset of the others."""
@@ -119,7 +135,7 @@ class Comparer:
         self._pool = pool
         self._groups = groups
         self._scratch = HostTier(opaque(pool.slot_bytes), MAX_BLOCKS * pool.slot_bytes, device)
-        self._fresh: OrderedDict[bytes, Bytes] = OrderedDict()  # earlier computations
+        self._recomputations = Recomputations()
         self._lane = Lane("audit", DeviceError)
         self._lane.start()
 
@@ -156,13 +172,9 @@ class Comparer:
             if layers is None:
                 continue
             fresh = block_bytes(self._scratch.memory, pair.scratch * num_bytes, num_bytes)
-            distances = _distances(fresh, block_bytes(*pair.stored, num_bytes), layers)
-            before = self._fresh.pop(pair.key, fresh)
-            apart = float(_distances(fresh, before, layers).max())
-            comparison.results[pair.key] = Compared(distances, apart)
-            self._fresh[pair.key] = fresh.copy()
-            if len(self._fresh) > MAX_BLOCKS:
-                self._fresh.popitem(last=False)
+            stored = block_bytes(*pair.stored, num_bytes)
+            compared = self._recomputations.compare(pair.key, fresh, stored, layers)
+            comparison.results[pair.key] = compared
         return ()
 
     def end(self, comparison: Comparison) -> dict[bytes, Compared]:

@@ -54,7 +54,7 @@ HINTS = {
 
 
 @dataclass(frozen=True)
-class ConnectorSettings(RequestConfig, LoadConfig, KeyConfig, DiskSafetyConfig, AuditConfig):
+class ConnectorSettings(RequestConfig, LoadConfig, KeyConfig, DiskSafetyConfig):
     """Settings that all connectors have. Names are the same everywhere in kvtier.
 
     Sizes are for all ranks on this machine together, and may be written "200GiB".
@@ -70,7 +70,6 @@ class ConnectorSettings(RequestConfig, LoadConfig, KeyConfig, DiskSafetyConfig, 
     def __post_init__(self) -> None:
         try:
             choose(self)
-            check_share(self.audit)
         except ConfigError as error:
             raise self.wrong(str(error)) from None
         is_default = self.disk_capacity == DiskSafetyConfig.disk_capacity
@@ -166,9 +165,15 @@ class ConnectorSettings(RequestConfig, LoadConfig, KeyConfig, DiskSafetyConfig, 
 
 @dataclass(frozen=True)
 class StoreSettings(
-    ConnectorSettings, ModeConfig, ShardConfig, PolicyConfig, CodingConfig, NodeClientConfig
+    ConnectorSettings,
+    AuditConfig,
+    ModeConfig,
+    ShardConfig,
+    PolicyConfig,
+    CodingConfig,
+    NodeClientConfig,
 ):
-    """Settings of connectors with shared stores and an eviction policy."""
+    """Settings of connectors with shared stores, an eviction policy, and audits of hits."""
 
     client_hints: ClientHints = setting(
         ClientHints.ON, "Whether hints in requests count: on or off."
@@ -187,6 +192,7 @@ class StoreSettings(
                 f"eviction_policy can't be {self.eviction_policy!r}; use one of {known}"
             )
         try:
+            check_share(self.audit)
             check_storage(self.stores)
             if self.node:
                 check_socket(self.node, "node")

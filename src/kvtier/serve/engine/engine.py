@@ -133,10 +133,10 @@ class Engine:
         shared = self._cache, self._runner, self.info
         self._scheduler = Scheduler(
             *shared,
+            Audits(auditor, *shared, self._rename),
             config.max_running,
             config.follow_loads,
             config.meet_loads,
-            Audits(auditor, *shared, self._rename),
         )
         self._inbox = Inbox(config.max_queue + config.max_running)
         self._process = OwnerProcess()

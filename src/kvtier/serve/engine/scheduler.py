@@ -83,10 +83,10 @@ class Scheduler:
         cache: Cache,
         runner: Runner,
         info: EngineInfo,
+        audits: Audits,
         max_running: int,
         follow_loads: bool = True,
         meet_loads: bool = True,
-        audits: Audits | None = None,
     ) -> None:
         self._cache = cache
         self._hints = Hints(cache)
@@ -137,8 +137,7 @@ class Scheduler:
         decoding = [r for r in self.running if r.stage is Stage.DECODE]
         if decoding:
             self._decode(decoding)
-        if self._audits is not None:
-            self._audits.step(self._is_idle)
+        self._audits.step(self._is_idle)
         return bool(num_chunks or decoding)
 
     @property
@@ -175,7 +174,7 @@ class Scheduler:
             num_blocks=self.num_blocks(request),
             grain_blocks=self._grain_blocks,
             load=request.may_load,
-            from_both_ends=self._meet_loads and self._computes_for_nobody_but(request),
+            from_both_ends=self._meet_loads and self._is_alone(request),
         )
         if request.lease is None:
             request.stage = Stage.WAITING
@@ -189,7 +188,7 @@ class Scheduler:
         self._waiting.end_prefetch(request)
         return True
 
-    def _computes_for_nobody_but(self, request: Request) -> bool:
+    def _is_alone(self, request: Request) -> bool:
         """Whether no other request waits, loads or computes its prompt."""
         others = (other for other in self._everybody() if other is not request)
         return all(other.stage is Stage.DECODE for other in others)
@@ -331,8 +330,7 @@ class Scheduler:
             request.score(start, rows)
         if end == len(request.prompt):
             request.stage = Stage.DECODE
-            if self._audits is not None:
-                self._audits.choose(request)
+            self._audits.choose(request)
             if request.params.max_tokens:
                 self._add(request, choose(rows[-1:], [request.sampler])[0], rows[-1])
             else:
@@ -346,7 +344,7 @@ class Scheduler:
         computed = min(request.num_computed, len(request.prompt))
         num_blocks = computed // grid * grid // self._info.block_size
         if request.labels and num_blocks > lease.num_shared:
-            if self._audits is None or not self._audits.follows:
+            if not self._audits.follows:
                 self._cache.commit(lease, num_blocks)
                 return
             # A tier may have some of them already, as another process computed them.
@@ -423,11 +421,11 @@ class Scheduler:
             if reason == "abort":
                 self._commit(request)
             self._hints.ends(request)
-            if self._audits is not None and request.wants_explanation and self._is_idle:
+            if request.wants_explanation and self._is_idle:
                 self._audits.audit(request)
             request.note_lease(request.lease)
             is_complete = reason in ("stop", "length")
-            if self._audits is None or not self._audits.has_ended(request, is_complete):
+            if not self._audits.has_ended(request, is_complete):
                 self._cache.release(request.lease)
             request.lease = None
             self._hints.has_ended(request)

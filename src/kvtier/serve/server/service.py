@@ -50,10 +50,10 @@ R = TypeVar("R", bound=GenerationRequest)
 T = TypeVar("T")
 
 EXPLAIN_HEADER = "X-KVTier-Explain"
-AUDIT = "audit"
-"""Value of the header that asks for an audit of the hit, too."""
 """Request header that adds the source of each prompt's tokens to the usage in the answer, or in the
 last chunk of a stream. It is a header because other servers refuse unknown fields of the body."""
+AUDIT = "audit"
+"""Value of the header that has the hit audited, too."""
 
 
 def given(value: T | None, default: T) -> T:

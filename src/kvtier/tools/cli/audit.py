@@ -1,4 +1,4 @@
-"""``kvtier audit``: have a running server compute a part of each prompt's cached KV again."""
+"""``kvtier audit``: a running server computes a part of each prompt's cached KV again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import typer
 
 from kvtier.core.errors import ConfigError
 from kvtier.tools.cli.api_keys import ApiKey, take_key
-from kvtier.tools.cli.explain import ask, explanation, model_of
+from kvtier.tools.cli.explain import Salt, ServeUrl, Timeout, ask, explanation, model_of
 from kvtier.tools.cli.output import AsJson, print_json
 
 NOT_AUDITED = "not audited"
 
 
 def audit(
-    url: Annotated[str, typer.Argument(help="Address of kvtier serve: http://127.0.0.1:8000")],
+    url: ServeUrl,
     prompts: Annotated[
         Path,
         typer.Argument(
@@ -28,17 +28,16 @@ def audit(
         ),
     ],
     num: Annotated[int, typer.Option(min=1, help="Most prompts that are sent.")] = 100,
-    salt: Annotated[str, typer.Option(help="The tenant's cache_salt.", show_default="none")] = "",
+    salt: Salt = "",
     api_key: ApiKey = None,
-    timeout_s: Annotated[
-        float, typer.Option(min=0.1, max=86400.0, help="Seconds to wait for each answer.")
-    ] = 600.0,
+    timeout_s: Timeout = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Send prompts, and have a part of what is cached of each computed again and compared.
+    """Send prompts. For each, the server computes a part of its cached KV again and compares both.
 
-    Each is a request for one token; one that is not cached is sent twice. Needs no setting of the
-    server. A server that is busy does not audit. Exits with 1 after any difference.
+    Each prompt is a request for one token, and is sent twice if it was not cached. The server needs
+    no setting for it. While it has other requests it does not audit. Exits with 1 after any
+    difference.
     """
     from kvtier.observe.live.client import server_url
 

@@ -17,17 +17,21 @@ from kvtier.tools.cli.output import AsJson, print_json
 STDIN = "-"
 HEADER = "X-KVTier-Explain"
 
+ServeUrl = Annotated[str, typer.Argument(help="Address of kvtier serve: http://127.0.0.1:8000")]
+Salt = Annotated[str, typer.Option(help="The tenant's cache_salt.", show_default="none")]
+Timeout = Annotated[
+    float, typer.Option(min=0.1, max=86400.0, help="Seconds to wait for each answer.")
+]
+
 
 def explain(
-    url: Annotated[str, typer.Argument(help="Address of kvtier serve: http://127.0.0.1:8000")],
+    url: ServeUrl,
     prompt_file: Annotated[
         str, typer.Option(help="The prompt, as text in UTF-8; - for stdin.")
     ] = STDIN,
-    salt: Annotated[str, typer.Option(help="The tenant's cache_salt.", show_default="none")] = "",
+    salt: Salt = "",
     api_key: ApiKey = None,
-    timeout_s: Annotated[
-        float, typer.Option(min=0.1, max=86400.0, help="Seconds to wait for the answer.")
-    ] = 600.0,
+    timeout_s: Timeout = 600.0,
     as_json: AsJson = False,
 ) -> None:
     """Send a prompt, and show where each part of its KV came from and which plans were compared.

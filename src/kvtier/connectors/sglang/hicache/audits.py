@@ -10,17 +10,22 @@ from __future__ import annotations
 import ctypes
 import logging
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import reduce
+from math import prod
 from threading import Lock
 
 import numpy as np
-import torch
 
-from kvtier.cache.audit import Auditor, Distances, stacked, token_distances
-from kvtier.cache.transfer.ranks import Compared
+from kvtier.cache.audit import Auditor
 from kvtier.connectors.common.blocking_calls import BlockingCalls, SpareMemory
-from kvtier.connectors.common.recomputed import FLOATS, MAX_BLOCKS, Bytes
+from kvtier.connectors.common.recomputed import (
+    FLOATS,
+    Bytes,
+    Layers,
+    Recomputations,
+    TokenPlaces,
+)
 from kvtier.connectors.sglang.shared.auditing import PageAudits
 from kvtier.connectors.sglang.shared.pages import HostPool, Pages
 from kvtier.observe import Metrics
@@ -60,14 +65,13 @@ class StorageAudits:
     ) -> None:
         auditor = Auditor(share, metrics, random.Random(0))
         self._audits = PageAudits(auditor, pages.page_size, namespace)
-        self._pool = pool
         self._page_size = pages.page_size
         self._tier = tier
         self._lock = Lock()
-        self._fresh: OrderedDict[bytes, Bytes] = OrderedDict()  # earlier computations
-        is_known = pool.dtype in FLOATS and pool.layout in AXES
-        self._share = share if is_known else 0.0
-        if share and not is_known:
+        self._recomputations = Recomputations()
+        self._layers = _layers_of(pool, pages.num_bytes)
+        self._share = share if self._layers else 0.0
+        if self._layers is None:
             logger.warning(
                 "no hit is audited: pages of dtype=%s layout=%s can't be compared token by token",
                 pool.dtype,
@@ -115,14 +119,9 @@ class StorageAudits:
             are_there = calls.load(audited, spare.blocks)
             compared = {}
             for at, (key, is_there) in enumerate(zip(audited, are_there, strict=True)):
-                if is_there:
-                    fresh = _flat(pages, keys.index(key))
-                    apart = float(self._distances(fresh, self._fresh.pop(key, fresh)).max())
-                    distances = self._distances(fresh, _flat(spare.blocks, at))
-                    compared[key] = Compared(distances, apart)
-                    self._fresh[key] = fresh
-                    if len(self._fresh) > MAX_BLOCKS:
-                        self._fresh.popitem(last=False)
+                if is_there and self._layers:
+                    both = _flat(pages, keys.index(key)), _flat(spare.blocks, at)
+                    compared[key] = self._recomputations.compare(key, *both, self._layers)
             spare.close()
             self._audits.end(audited, compared)
 
@@ -130,27 +129,27 @@ class StorageAudits:
         """Forget the audit in flight, and earlier computations."""
         with self._lock:
             self._audits.reset()
-            self._fresh.clear()
+            self._recomputations = Recomputations()
 
-    def _distances(self, fresh: Bytes, stored: Bytes) -> Distances:
-        parts = zip(*map(self._parts, (stored, fresh)), strict=True)
-        return stacked(
-            [token_distances(*pair) for pair in zip(*layers, strict=True)] for layers in parts
-        )
 
-    def _parts(self, page: Bytes) -> torch.Tensor:
-        """Return the numbers of a page: [num_layers, num_parts, num_tokens, num_numbers]."""
-        pool = self._pool
-        num_heads = getattr(pool, "head_num", 1)  # of MLA's latents: one, and no V
-        sizes = {
-            "p": 2 if hasattr(pool, "head_num") else 1,
-            "l": pool.layer_num,
-            "t": pool.page_size,
-            "n": num_heads,
-        }
-        axes = AXES[pool.layout]
-        numbers = torch.from_numpy(page).view(pool.dtype).view(*(sizes[axis] for axis in axes), -1)
-        return numbers.permute(*(axes.index(axis) for axis in "lptn"), 4).flatten(3)
+def _layers_of(pool: HostPool, page_bytes: int) -> Layers | None:
+    """Return where the numbers of each token lie in a page, by layer; None if it is not known."""
+    if pool.dtype not in FLOATS or pool.layout not in AXES:
+        return None
+    axes = AXES[pool.layout]
+    # MLA's latents are one head, and have no V.
+    num_heads, num_parts = getattr(pool, "head_num", 1), 2 if hasattr(pool, "head_num") else 1
+    sizes = {"p": num_parts, "l": pool.layer_num, "t": pool.page_size, "n": num_heads}
+    head_dim = page_bytes // pool.dtype.itemsize // prod(sizes.values())
+    steps = {
+        axis: head_dim * prod(map(sizes.__getitem__, axes[at + 1 :]))
+        for at, axis in enumerate(axes)
+    }
+    by_axis = (np.arange(sizes[axis], dtype=np.int32) * steps[axis] for axis in "ptn")
+    places = reduce(np.add.outer, (*by_axis, np.arange(head_dim, dtype=np.int32)))
+    of_layer = places.reshape(num_parts, pool.page_size, -1)
+    firsts = range(0, sizes["l"] * steps["l"], steps["l"])
+    return [[TokenPlaces(pool.dtype, first, of_layer)] for first in firsts]
 
 
 def _flat(pages: Pieces, page: int) -> Bytes:
