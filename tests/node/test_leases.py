@@ -239,14 +239,14 @@ def cache(node: LocalNode) -> Iterator[NodeCache]:
     cache.close()
 
 
-def test_blocks_that_the_node_has_found_are_leased_once_and_until_poll(
+def test_blocks_that_the_node_has_found_are_leased_until_poll_and_seen_ones_are_not(
     node: LocalNode, cache: NodeCache
 ) -> None:
-    for _ in range(2):
+    for _ in range(3):
         places, pending = cache.lookup([*KEYS, b"unknown!"])
         assert places == [BlockState.MEMORY] * 6 + [BlockState.NOWHERE]
         assert not pending
-    node.until(lambda: leased(node) == 6)
+    node.until(lambda: leased(node) == 2 * 6)
     cache.poll()
     node.until(lambda: leased(node) == 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvtier.cache.block_cache import BlockState
@@ -26,6 +27,11 @@ def cache(node: LocalNode) -> Iterator[NodeCache]:
     cache.close()
 
 
+def generations_of(node: LocalNode) -> npt.NDArray[np.int64]:
+    [partition] = node.node.partitions
+    return partition.tier.generations
+
+
 def evict(node: LocalNode) -> None:
     """Evict all blocks that no engine uses."""
     [partition] = node.node.partitions
@@ -41,13 +47,15 @@ def test_node_that_does_not_answer_is_not_needed_for_blocks_that_were_seen(
     assert cache.lookup(KEYS).states == [MEMORY] * 4 + [NOWHERE] * 2
 
 
-def test_blocks_of_another_engine_are_seen_at_the_second_look_up(
+def test_blocks_of_another_engine_are_seen_once_they_were_looked_up_twice(
     node: LocalNode, cache: NodeCache
 ) -> None:
     cache.lookup(KEYS[4:])  # an answer: the blocks are committed
     other = node_cache(node.config.socket)
-    assert other.lookup(KEYS).states == [MEMORY] * 4 + [NOWHERE] * 2
-    other.poll()
+    for num_seen in (0, 4):
+        assert other.lookup(KEYS).states == [MEMORY] * 4 + [NOWHERE] * 2
+        other.poll()
+        assert other._partition.seen.num_there(KEYS, generations_of(node)) == num_seen
     with node.held_up():
         assert other.lookup(KEYS[:4]).states == [MEMORY] * 4
     other.close()
@@ -112,3 +120,10 @@ def test_blocks_up_to_the_first_one_in_another_generation_are_there() -> None:
     assert seen.num_there(KEYS[:4], generations) == 2
     seen.note(KEYS[2:3], np.array([2]), np.array([5]))
     assert seen.num_there(KEYS[:4], generations) == 4
+
+
+def test_node_was_asked_about_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.node.client.seen.MAX_ASKED", 2)
+    seen = SeenBlocks()
+    asked = [seen.is_asked_again(KEYS[number]) for number in (0, 1, 0, 2, 0, 1)]
+    assert asked == [False, False, True, False, True, False]

@@ -188,8 +188,10 @@ class NodeCache(BlockCache):
         states = states_of(answer.places)
         looked_up = _LookedUp(list(keys), states, answer)
         self._unread.append(looked_up)
-        slots, generations = map(protocol.unpack, (answer.slots, answer.generations))
-        self._partition.seen.note(_ready(looked_up.keys, answer), slots, generations)
+        seen = self._partition.seen
+        if seen.is_asked_again(keys[0]):
+            slots, generations = map(protocol.unpack, (answer.slots, answer.generations))
+            seen.note(_ready(looked_up.keys, answer), slots, generations)
         answers = [NodeSignal(self._client, channel, answer.id)] if answer.pending else []
         return BlockLookup(states, answers)
 

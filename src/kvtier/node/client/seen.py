@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,8 @@ from kvtier.index.selection import Bools, Int64s, as_array
 
 MAX_SEEN = 1 << 19
 """Most blocks. Each takes about 100 bytes."""
+MAX_ASKED = 4096
+"""Most prompts of which it is known that the node was asked about them."""
 
 
 class SeenBlocks:
@@ -33,6 +36,20 @@ class SeenBlocks:
         """Forget all blocks."""
         # Of this index only the numbering of keys is used: from 0 on, since no block ever leaves.
         self._index = make_key_index({HOST: LRU}, bytes)
+        self._asked: OrderedDict[bytes, None] = OrderedDict()
+
+    def is_asked_again(self, first: bytes) -> bool:
+        """Whether the node was asked before about blocks from ``first`` on. Notes that it is now.
+
+        What it has found is worth noting then: that takes longer than the message, so it would
+        cost a prompt that is looked up once.
+        """
+        is_known = first in self._asked
+        self._asked[first] = None
+        self._asked.move_to_end(first)
+        if len(self._asked) > MAX_ASKED:
+            self._asked.popitem(last=False)
+        return is_known
 
     def note(self, keys: Sequence[bytes], slots: Int64s, generations: Int64s) -> None:
         """Note the slot of each block, and its generation while the block was there: int64 [n]."""
