@@ -1,7 +1,7 @@
 """A cheap check that objects still refer to what they referred to.
 
 A walk over a model hands every place to ``Watch`` that it has read a reference from. Later
-``Watch.is_same`` compares all of them by identity. It runs in a few passes of C code, about 10 ns
+``Watch.is_same`` compares all of them by identity. It runs in a few passes of C code, about 20 ns
 per reference, since it runs before every prompt.
 """
 
