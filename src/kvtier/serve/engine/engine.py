@@ -18,6 +18,7 @@ import torch
 from kvtier.cache.audit import Auditor
 from kvtier.cache.lease import PrefixStored
 from kvtier.cache.tokens import Cache
+from kvtier.connectors.transformers.versions import warn_of_untested
 from kvtier.core.config import parse_size
 from kvtier.core.errors import ConfigError, DeviceError
 from kvtier.core.hints import Hint
@@ -68,6 +69,7 @@ class Engine:
         device = torch.device(device_name)
         copier = find_device(device_name)
         copier.prepare()
+        warn_of_untested()
         model = load_model(config.model, device, config.dtype)
         group = model.profile.group(config.block_size)
         block_bytes = model.profile.pool_group(config.block_size).bytes_per_block

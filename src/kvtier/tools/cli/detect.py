@@ -130,10 +130,12 @@ def huge_pages(root: Path) -> Finding:
 
 def packages() -> tuple[Finding, ...]:
     """Return the versions of the packages that the engine and the server need."""
+    from kvtier.connectors.transformers.versions import untested
+
     found = []
     for name in PACKAGES:
         try:
-            found.append(Finding(name, version(name)))
+            found.append(Finding(name, version(name), untested(name)))
         except PackageNotFoundError:
             note = f"kvtier serve needs it: {install_command('engine')}"
             found.append(Finding(name, "not installed", note))
