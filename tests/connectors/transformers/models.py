@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from scripts.model_coverage import small_config
 
@@ -39,6 +45,94 @@ def other_model(kind: str, **changes: Any) -> Any:
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     return model.eval()
+
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+VISION = {"hidden_size": 32, "intermediate_size": 64}
+PATCHES = {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
+ENCODER = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+QWEN_TOKENS = {
+    "image_token_id": 290,
+    "video_token_id": 291,
+    "vision_start_token_id": 292,
+    "vision_end_token_id": 293,
+}
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "text_config": {**TEXT, "rope_parameters": MROPE},
+        "vision_config": {**VISION, **PATCHES, "window_size": 16, "fullatt_block_indexes": [1]},
+        **QWEN_TOKENS,
+    },
+    "qwen3_vl": {
+        "text_config": {**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        "vision_config": {
+            **VISION,
+            **PATCHES,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 64,
+        },
+        **QWEN_TOKENS,
+    },
+    "llava": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {**VISION, **ENCODER, "model_type": "clip_vision_model"},
+        "image_token_id": 290,
+    },
+    "gemma3": {
+        "text_config": {**TEXT, "sliding_window": 48},
+        "vision_config": {**VISION, **ENCODER, "model_type": "siglip_vision_model"},
+        "image_token_id": 290,
+        "mm_tokens_per_image": 4,
+    },
+}
+"""Configurations of small multimodal models, by type."""
+
+
+def multimodal_model(kind: str) -> Any:
+    """Return a small model for text and images."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**MULTIMODAL[kind])
+    model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def multimodal_prompt(
+    kind: str, seed: int, image: int | None = None, num_tokens: int = 100
+) -> dict[str, torch.Tensor]:
+    """Return what a processor returns: text, and an image of random pixels behind 40 tokens."""
+    ids = torch.randint(3, 280, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
+    found: dict[str, torch.Tensor] = {}
+    is_qwen = kind.startswith("qwen")
+    if image is not None:
+        pixels = torch.Generator().manual_seed(1000 + image)
+        ids[:, 40 : 44 if kind == "gemma3" else 56] = 290
+        if is_qwen:
+            ids[:, 39], ids[:, 56] = 292, 293
+            found["pixel_values"] = torch.randn(64, 3 * 2 * 16, generator=pixels)
+            found["image_grid_thw"] = torch.tensor([[1, 8, 8]])
+        else:
+            found["pixel_values"] = torch.randn(1, 3, 32, 32, generator=pixels)
+    if is_qwen or kind == "gemma3":
+        found["mm_token_type_ids" if is_qwen else "token_type_ids"] = (ids == 290).int()
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **found}
 
 
 def prompt(seed: int, num_tokens: int = 100, shared: int = 0) -> torch.Tensor:

@@ -316,6 +316,8 @@ class Attached:
         cache = getattr(output, CACHE_FIELD)
         if not self._keep_generated or type(cache) is not DynamicCache:
             return
+        if prompts.images is not None:
+            return  # what follows would be computed with their positions
         if len(prompts.rows) == 1 and len(prompts.rows[0]) == prompts.num_tokens:
             [tokens] = prompts.rows
             num_kept = len(tokens) // self.chunk_tokens * self.chunk_tokens

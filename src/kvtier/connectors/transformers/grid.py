@@ -18,6 +18,7 @@ from kvtier.cache.audit import ELSEWHERE, AuditedPiece, Auditor, AuditOutcome
 from kvtier.cache.lease import Lease
 from kvtier.cache.shared import Prompt, open_cache
 from kvtier.connectors.transformers.cache_layers import CACHE_FIELD, CacheLayers, cache_argument
+from kvtier.connectors.transformers.images import Images
 from kvtier.connectors.transformers.prompts import PromptBatch
 from kvtier.core.config import CacheConfig
 from kvtier.core.errors import CacheError, ConfigError
@@ -146,10 +147,14 @@ class ChunkGrid:
         """
 
         def compute(tokens: list[int], cache: DynamicCache) -> CausalLMOutputWithPast:
-            lease = None
+            lease, images = None, prompts.images
             if namespace is not None:
-                lease = self._fetch(tokens, len(tokens), namespace, reuse)
-            return self._compute(tokens, cache, lease, reuse, prompts.num_logits, prompts.device)
+                named = tokens if images is None else images.labelled(tokens, size)
+                lease = self._fetch(named, len(tokens), namespace, reuse)
+            options = prompts.num_logits, prompts.device, images
+            return self._compute(tokens, cache, lease, reuse, *options)
+
+        size = self._layers.block_tokens
 
         if len(prompts.rows) == 1 and len(prompts.rows[0]) == prompts.num_tokens:
             return compute(prompts.rows[0], prompts.cache)
@@ -187,6 +192,7 @@ class ChunkGrid:
         reuse: TokenSources,
         num_logits: int,
         device: torch.device,
+        images: Images | None = None,
     ) -> CausalLMOutputWithPast:
         size = self._layers.block_tokens
         num_reused = 0
@@ -198,7 +204,7 @@ class ChunkGrid:
         try:
             if lease is not None and num_reused and self._auditor.chooses():
                 try:
-                    outcome = self._audit(tokens, lease, num_reused, device)
+                    outcome = self._audit(tokens, lease, num_reused, device, images)
                     reuse.audits[outcome] += 1
                     if outcome is AuditOutcome.DIFFERENT:
                         num_reused = 0
@@ -210,7 +216,7 @@ class ChunkGrid:
                 self._layers.restore_states(cache, blocks, lease.start_slots)
                 _count(reuse, lease, num_reused, size)
             ids = torch.tensor([tokens], device=device)
-            output = self._run(ids, num_reused * size, cache, lease, num_logits)
+            output = self._run(ids, num_reused * size, cache, lease, num_logits, images)
             num_done = 0 if lease is None else len(lease.labels)
         finally:
             if lease is not None:
@@ -218,7 +224,12 @@ class ChunkGrid:
         return output
 
     def _audit(
-        self, tokens: list[int], lease: Lease, num_reused: int, device: torch.device
+        self,
+        tokens: list[int],
+        lease: Lease,
+        num_reused: int,
+        device: torch.device,
+        images: Images | None,
     ) -> AuditOutcome:
         """Compute one of the lease's first ``num_reused`` chunks again, and compare it.
 
@@ -233,7 +244,8 @@ class ChunkGrid:
         with torch.no_grad():
             if at:
                 self._layers.restore(cache, blocks, lease.slots[:at])
-            self._run(torch.tensor([tokens[:end]], device=device), at * size, cache, None, 1)
+            ids = torch.tensor([tokens[:end]], device=device)
+            self._run(ids, at * size, cache, None, 1, images)
             made = torch.zeros_like(blocks[:1])
             self._layers.save(cache, end, made, [0])
             distances = self._layers.distances(blocks[lease.slots[at]][None], made)
@@ -245,6 +257,7 @@ class ChunkGrid:
     ) -> Lease | None:
         """Return a lease of the prompt's blocks, of its first ones if they don't all fit.
 
+        tokens: ids, or digests of images in their place.
         num_tokens: length of the prompt; at least its last token is computed.
         """
         size = self._layers.block_tokens
@@ -274,6 +287,7 @@ class ChunkGrid:
         cache: DynamicCache,
         lease: Lease | None,
         num_logits: int,
+        images: Images | None,
     ) -> CausalLMOutputWithPast:
         """Compute the tokens from ``first`` on, and copy whole chunks to the lease's new blocks."""
         size, num_tokens = self._layers.block_tokens, ids.shape[1]
@@ -285,6 +299,8 @@ class ChunkGrid:
             options: dict[str, object] = {self._cache_name: cache}
             if self._takes_positions:
                 options["position_ids"] = torch.arange(start, end, device=ids.device)[None]
+            if images is not None:
+                options |= images.arguments(start, end)
             output = self._forward(
                 input_ids=ids[:, start:end],
                 use_cache=True,

@@ -10,12 +10,19 @@ from typing import Any
 import torch
 from torch.nn.modules import module as modules
 from torch.utils._device import DeviceContext
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvtier.connectors.transformers.cache_layers import (
     CacheLayers,
     UnsupportedModelError,
     cache_argument,
+)
+from kvtier.connectors.transformers.images import (
+    DIGEST_TOKENS,
+    FEATURES,
+    TOKEN_TYPES,
+    UNDIVIDED,
+    Images,
 )
 from kvtier.connectors.transformers.reach import has_hooks
 
@@ -27,7 +34,8 @@ HANDLED = {
     "logits_to_keep",
     "return_dict",
 }
-"""Arguments of ``forward`` that are understood, beside the cache. Others must be None or False."""
+"""Arguments of ``forward`` that are understood, beside the cache and images. Others must be None,
+False or empty."""
 
 STEADY_ROTARY = {"default", "linear", "yarn", "llama3", "proportional"}
 """Rotary embeddings whose frequencies do not depend on the length of the context."""
@@ -43,6 +51,7 @@ class PromptBatch:
         cache: where their KV is wanted.
         num_logits: last tokens whose logits are wanted.
         device: of the ids.
+        images: of the only row; None for text.
     """
 
     rows: list[list[int]]
@@ -50,6 +59,7 @@ class PromptBatch:
     cache: DynamicCache
     num_logits: int
     device: torch.device
+    images: Images | None = None
 
 
 class PromptReader:
@@ -95,6 +105,9 @@ class PromptReader:
         self, model: PreTrainedModel, layers: CacheLayers, call: Mapping[str, Any]
     ) -> PromptBatch | str:
         """Return the prompts that a call begins, or the reason why it is passed through."""
+        call = {
+            name: value for name, value in call.items() if not _is_absent(name, value, model.config)
+        }
         reason = _odd_arguments(call, self.cache_name) or _odd_settings(model, call)
         if reason := reason or odd_state(model):
             return reason
@@ -116,14 +129,34 @@ class PromptReader:
             return "a mask of its own"
         if rows is None:
             return "padding that is not on the left"
-        if not _has_default_positions(call.get("position_ids"), num_padding, ids):
+        positions, images = call.get("position_ids"), None
+        has_default = _has_default_positions(positions, num_padding, ids)
+        if FEATURES in call:
+            types = call.get(TOKEN_TYPES)
+            if types is not None and (has_default or positions is None or positions.ndim < 3):
+                return f"{TOKEN_TYPES} was given"  # masks rest on them, not only positions
+            if len(rows) > 1 or any(num_padding) or layers.block_tokens < DIGEST_TOKENS:
+                return UNDIVIDED
+            try:
+                images = Images(
+                    call[FEATURES],
+                    ids,
+                    model.config,
+                    None if has_default else positions,
+                    types,
+                )
+            except ValueError as error:
+                return str(error)
+        elif TOKEN_TYPES in call:
+            return f"{TOKEN_TYPES} was given"
+        elif not has_default:
             return "custom position_ids"
         num_logits = call.get("logits_to_keep", 0)
         if not isinstance(num_logits, int) or not 1 <= num_logits <= min(map(len, rows)):
             return "logits of the whole prompt"
         if not layers.fits(cache):
             return "cache layers of another kind"
-        return PromptBatch(rows, ids.shape[1], cache, num_logits, ids.device)
+        return PromptBatch(rows, ids.shape[1], cache, num_logits, ids.device, images)
 
 
 def _rotary_kinds(parameters: object) -> set[str]:
@@ -135,9 +168,18 @@ def _rotary_kinds(parameters: object) -> set[str]:
     return {kind for parameter in parameters.values() for kind in _rotary_kinds(parameter)}
 
 
+def _is_absent(name: str, value: object, config: PreTrainedConfig) -> bool:
+    """Whether an argument has no effect: ``generate`` and processors pass some for text, too."""
+    if isinstance(value, torch.Tensor):
+        # For text alone, the parts that a multimodal model's tokens may belong to are all 0.
+        is_multimodal = config.get_text_config(decoder=True) is not config
+        return name in (TOKEN_TYPES, "token_type_ids") and is_multimodal and not value.any()
+    return value is None or (isinstance(value, Mapping | list | tuple) and not value)
+
+
 def _odd_arguments(call: Mapping[str, Any], cache_name: str) -> str:
     for name, value in call.items():
-        if name not in HANDLED and name != cache_name and value is not None and value is not False:
+        if name not in {*HANDLED, FEATURES, TOKEN_TYPES, cache_name} and value is not False:
             return f"{name} was given"
     if call.get("use_cache") is False:
         return "use_cache is off"
@@ -200,10 +242,13 @@ def _unpadded(ids: torch.Tensor, mask: torch.Tensor) -> tuple[list[list[int]] | 
 def _has_default_positions(
     positions: torch.Tensor | None, num_padding: list[int], ids: torch.Tensor
 ) -> bool:
-    """Whether every token's position is its index in its prompt, not counting padding."""
+    """Whether every token's position is its index in its prompt, not counting padding.
+
+    positions: [num_prompts, num_tokens], or several such, for text and the axes of images.
+    """
     if positions is None:
         return not any(num_padding)  # without them, transformers counts padding
-    if positions.ndim != 2 or positions.shape[1] != ids.shape[1]:
+    if positions.ndim < 2 or positions.shape[-1] != ids.shape[1]:
         return False
     starts = torch.tensor(num_padding, device=ids.device)[:, None]
     default = torch.arange(ids.shape[1], device=ids.device)[None] - starts

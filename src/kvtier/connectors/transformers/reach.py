@@ -52,9 +52,12 @@ MAX_OBJECTS = 500_000
 UNTOLD = frozenset({
     "_hf_peft_config_loaded", "_is_hf_initialized", "_output_capturing_hooks_installed",
     "_name_or_path", "_original_object_hash", "generation_config", "name_or_path", "peft_config",
-    "transformers_version", "use_cache", "warnings_issued",
+    "rope_deltas", "transformers_version", "use_cache", "warnings_issued",
 })  # fmt: skip
-"""Attributes of models and configurations that change no KV, and may differ in each process."""
+"""Attributes of models and configurations that change no KV, and may differ in each process.
+
+``rope_deltas`` are of the last prompt with images; prompts are computed with given positions.
+"""
 MODULE_PARTS = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes of every module: its tensors, its modules and its hooks."""
 CLASS_PARTS = frozenset({
@@ -193,7 +196,9 @@ class ModelReach:
         self._watch.content(lambda: len(known).to_bytes(8, "little"))
         for key in known:
             library, operator, device = [*key.split("/"), "", ""][:3]
-            is_torch = device in ("MPS", "Meta") or operator.startswith("_foreach")
+            # torch registers the last ones when a mask is first made by vmap.
+            is_torch = device in ("MPS", "Meta", "FuncTorchBatched")
+            is_torch = is_torch or operator.startswith("_foreach")
             if library == "aten" and not is_torch:
                 self.opaque = f"the operator {operator} has another implementation"
 
