@@ -39,6 +39,7 @@ from benchmarks.engines.slow_disk import Slow, measure_slow_disk
 from benchmarks.peers import ENVIRONMENTS
 from benchmarks.report.output import parser_of
 from benchmarks.vllm.servers import (
+    AUDITED,
     ENDLESS,
     LMCACHE,
     ON_DISK,
@@ -89,6 +90,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
         vllm_alone(),
         with_kvtier(options.host, front=front, **settings),
         with_kvtier(options.host, OWN_FRONT, OWN, **settings),
+        with_kvtier(options.host, AUDITED, front, **{**settings, "audit": 0.001}),
         with_lmcache(host / GIB),
         vllm_endless(ENDLESS_BLOCKS),
         with_kvtier(SMALL_HOST, ON_DISK, front, **disk, **settings),
@@ -97,6 +99,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
         "vllm": VLLM,
         "kvtier": OURS,
         "kvtier-own-front": OWN_FRONT,
+        "kvtier-audited": AUDITED,
         "lmcache": LMCACHE,
         "endless": ENDLESS,
         "kvtier-on-disk": ON_DISK,
@@ -181,7 +184,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
         "--contestants",
         nargs="*",
         default=["vllm", "kvtier", "lmcache", "endless", "kvtier-on-disk"],
-        help="vllm kvtier kvtier-own-front lmcache endless kvtier-on-disk (all but the own front)",
+        help="vllm kvtier lmcache endless kvtier-on-disk (these), kvtier-own-front kvtier-audited",
     )
     parser.add_argument(
         "--vllm",

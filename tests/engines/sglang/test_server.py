@@ -10,6 +10,7 @@ pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang"
 
 from tests.engines.sglang.models import model_of
 from tests.engines.sglang.servers import FRONTS, LONG, NUM_WHOLE, PAGE, prompt, server
+from tests.kit.waiting import wait_until
 
 LAYOUTS = {1: ("page_first", "kernel"), 2: ("page_first_direct", "direct")}
 """By number of ranks: layout of host memory, and the way to copy that goes with it."""
@@ -56,3 +57,29 @@ def test_pages_come_back_after_a_flush_and_after_a_kill(
     if front == "storage":
         stored = [answer.num_stored for answer in (*warm, *flushed, *restarted)]
         assert stored == [0] * len(prompts) + [NUM_WHOLE] * 2 * len(prompts)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("front", FRONTS)
+def test_audits_of_a_server_without_faults_find_no_difference(tmp_path: Path, front: str) -> None:
+    folder, prompts = tmp_path / "slab", [prompt(seed, LONG) for seed in range(3)]
+    options = (*FRONTS[front](folder, audit=1.0), "--enable-metrics")
+    with server(tmp_path / "log", *options) as it:
+
+        def audits(*outcomes: str) -> float:
+            found = it.metrics("kvtier_audits_total")
+            return sum(number for labels, number in found if labels["outcome"] in outcomes)
+
+        for tokens in prompts:
+            it.ask(tokens[:NUM_WHOLE])
+        warm = [it.ask(tokens) for tokens in prompts]
+        it.settle(folder, len(prompts) * (LONG // PAGE))
+        it.flush()
+        audited = []
+        for tokens in prompts:
+            audited.append(it.ask(tokens))
+            # Recomputed pages were computed in other pieces than before: they may round otherwise.
+            wait_until(lambda: audits("equal", "within_tolerance") == len(audited), "audit ends")
+        assert audits("different", "skipped") == 0
+    assert all(answer.num_cached < NUM_WHOLE for answer in audited)
+    assert [answer.tokens for answer in audited] == [answer.tokens for answer in warm]
