@@ -223,7 +223,8 @@ newest-transformers newest-vllm newest-sglang: newest-%: setup
 		$(MAKE) test-$* $(shell echo $* | tr a-z A-Z)=$$version
 
 # Real stores by their own clients; without them these tests are left out.
-test-stores: peers-stores
+test-stores: peers-stores peers-azurite
+	$(BIN)/python -m pytest tests/tiers/remote/test_other_buckets.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PEERS)/stores/bin/python -m pytest tests/tiers/remote/test_mooncake.py tests/tiers/remote/test_nixl.py
 
 # Routers of other projects in front of kvtier's servers and over their events.
@@ -374,6 +375,7 @@ peers-stores: $(INSTALLED) $(PEERS)/stores/.installed
 peers-lmcache: $(PEERS)/lmcache/.installed
 peers-vllm: $(PEERS)/vllm-benchmarks/.fetched
 peers-vllm-lmcache: $(PEERS)/vllm-lmcache/.installed
+peers-azurite: $(PEERS)/azurite/.installed
 peers-ascend: $(PEERS)/vllm-ascend/.fetched
 
 $(PEERS)/%/.installed $(PEERS)/%/.fetched: FORCE | $(BIN)/python

@@ -40,7 +40,7 @@ class Environment:
     pip: arguments of ``pip install``, a call each. lists: files that it is older than if they
     change. beside: environments that it needs, whose packages it sees in this order; ``.venv`` is
     one. vllm: the version of vLLM's build for the CPU to install. fetch: the module that fills a
-    folder instead, with its arguments.
+    folder instead, with its arguments. npm: packages of npm that fill a folder instead.
     """
 
     purpose: str
@@ -49,6 +49,7 @@ class Environment:
     beside: tuple[str, ...] = ()
     vllm: str = ""
     fetch: tuple[str, ...] = ()
+    npm: tuple[str, ...] = ()
 
 
 ENVIRONMENTS = {
@@ -97,6 +98,7 @@ ENVIRONMENTS = {
         pip=((*NIXL, "mooncake-transfer-engine-non-cuda==0.3.13.post1"),),
         beside=(".venv",),
     ),
+    "azurite": Environment("Azure's emulator: make test-stores", npm=("azurite@3.37.0",)),
     "routers": Environment(
         "Dynamo's indexer and SGLang's router: make test-routers",
         pip=(("ai-dynamo-runtime==1.6.1", "sglang-router==0.3.2"),),
@@ -224,6 +226,8 @@ def make(name: str) -> None:
         if name == "vllm-benchmarks":
             _pip(PEERS / "vllm", "pandas", "xlsxwriter")
         _run(sys.executable, "-m", *wanted.fetch)
+    elif wanted.npm:
+        _run("npm", "install", "--silent", "--no-audit", "--prefix", folder, *wanted.npm)
     else:
         _run(sys.executable, "-m", "venv", "--clear", folder)
         if wanted.vllm:

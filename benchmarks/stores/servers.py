@@ -23,7 +23,7 @@ from kvtier.core.system.plugins import load_plugin
 from kvtier.core.types import BlockKey, BlockName
 from kvtier.layout import opaque
 from kvtier.tiers import Outcome, Pieces, StorageSite, StorageTier
-from kvtier.tiers.remote.s3.packs import PACK_BYTES
+from kvtier.tiers.remote.bucket.packs import PACK_BYTES
 from tests.kit.proxy import Proxy
 from tests.kit.servers import (
     BUCKET,

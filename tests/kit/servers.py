@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import random
 import shutil
@@ -12,8 +13,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from email.utils import formatdate
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -201,6 +204,41 @@ def rclone(binary: str, folder: Path, user: str) -> StoreHttpServer:
     command = [binary, "serve", "s3", str(folder / "data"), "--addr", f"127.0.0.1:{port}"]
     command += ["--auth-key", user]
     return StoreHttpServer(command, f"http://127.0.0.1:{port}", folder / "log")
+
+
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+"""Account of Azure's emulator and its key, which its documentation publishes."""
+AZURITE = Path(__file__).parents[2] / ".peers/azurite/node_modules/.bin/azurite-blob"
+"""Azure's emulator, by `make peers-azurite`."""
+
+
+def azurite(folder: Path) -> StoreHttpServer:
+    """Return Azure's emulator, without the container."""
+    (port,) = free_ports(1)
+    folder.mkdir(parents=True)
+    command = [str(AZURITE), "--silent", "--skipApiVersionCheck", "--location", str(folder)]
+    command += ["--blobHost", "127.0.0.1", "--blobPort", str(port)]
+    return StoreHttpServer(command, f"http://127.0.0.1:{port}", folder / "log")
+
+
+def make_container(url: str) -> None:
+    """Create the container in Azure's emulator."""
+    moment, version = formatdate(usegmt=True), "2021-08-06"
+    named = f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{BUCKET}\nrestype:container"
+    signed = f"PUT{12 * chr(10)}x-ms-date:{moment}\nx-ms-version:{version}\n{named}"
+    tag = hmac.digest(b64decode(AZURE_KEY), signed.encode(), "sha256")
+    headers = {
+        "x-ms-date": moment,
+        "x-ms-version": version,
+        "authorization": f"SharedKey {AZURE_ACCOUNT}:{b64encode(tag).decode()}",
+    }
+    address = f"{url}/{AZURE_ACCOUNT}/{BUCKET}?restype=container"
+    urllib.request.urlopen(
+        urllib.request.Request(address, method="PUT", headers=headers), timeout=START_S
+    ).close()
 
 
 def make_bucket(url: str) -> None:

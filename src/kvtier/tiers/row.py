@@ -28,9 +28,10 @@ from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.tiers.wrappers.coded import open_coded
 
-STORES: Final = frozenset({"valkey", "valkeys", "redis", "rediss", "s3", "mooncake", "nixl"})
+BUCKETS: Final = ("s3", "gs", "az")
+STORES: Final = frozenset({"valkey", "valkeys", "redis", "rediss", *BUCKETS, "mooncake", "nixl"})
 """Plug-ins of kvtier's own for stores."""
-PACKAGES: Final = {"s3": "obstore", "mooncake": "mooncake", "nixl": "nixl"}
+PACKAGES: Final = {**dict.fromkeys(BUCKETS, "obstore"), "mooncake": "mooncake", "nixl": "nixl"}
 """Packages that plug-ins need. The extras have the names of the plug-ins."""
 NODE: Final = "node"
 """The plug-in of a node, which encodes what it stores by its own settings."""

@@ -16,9 +16,9 @@ from kvtier.core.errors import CacheError, TierError
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome, StorageSite
-from kvtier.tiers.remote.s3 import objects, tier, upkeep
-from kvtier.tiers.remote.s3.opening import make_s3
-from kvtier.tiers.remote.s3.tier import S3Tier
+from kvtier.tiers.remote.bucket import objects, tier, upkeep
+from kvtier.tiers.remote.bucket.opening import make_s3
+from kvtier.tiers.remote.bucket.tier import BucketTier
 from tests.fuzz.mutations import damage
 from tests.fuzz.targets.stores import check, look_after
 from tests.kit.servers import BUCKET
@@ -118,11 +118,11 @@ def an_answer(rng: random.Random, asked: Question, answer: Answer) -> bytes:
     return made.to_bytes(has_body or rng.random() < 0.1)
 
 
-def open_tier(url: str) -> S3Tier:
+def open_tier(url: str) -> BucketTier:
     """Open one process's tier. It reads the manifests of other writers only on request."""
     location = f"//{BUCKET}/fuzz?endpoint={url}&poll_s=0&publish_s=3600"
     made = make_s3(StorageSite("s3", location, GROUP, 64 * GROUP.bytes_per_block))
-    assert isinstance(made, S3Tier)
+    assert isinstance(made, BucketTier)
     return made
 
 

@@ -1,44 +1,59 @@
-"""A prefix in a bucket: tiers over it, and its objects."""
+"""A prefix in a bucket of each service: tiers over it, and its objects."""
 
 from __future__ import annotations
 
+import json
+from typing import Any
 from urllib.parse import quote
 
 from kvtier.core.config import DEFAULT_CODING, CodingConfig
+from kvtier.core.system.plugins import load_plugin
 from kvtier.layout import KVGroup
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import Scattered, cuts, stored_bytes, stored_key
 from kvtier.tiers import StorageSite
+from kvtier.tiers.remote.bucket.objects import Objects
+from kvtier.tiers.remote.bucket.opening import S3Options
+from kvtier.tiers.remote.bucket.pack_reader import PackReader
+from kvtier.tiers.remote.bucket.packs import PackShape
+from kvtier.tiers.remote.bucket.tier import BucketTier
 from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.location import read_location
-from kvtier.tiers.remote.s3.objects import Objects
-from kvtier.tiers.remote.s3.opening import S3Options, make_s3
-from kvtier.tiers.remote.s3.pack_reader import PackReader
-from kvtier.tiers.remote.s3.packs import PackShape
-from kvtier.tiers.remote.s3.tier import S3Tier
-from tests.kit.servers import BUCKET
+from tests.kit.servers import AZURE_ACCOUNT, AZURE_KEY, BUCKET
 from tests.tiers.remote.store_tests import closed_later
 
 KEY_ID = "AKIDKVTIERTEST"
 SECRET_KEY = "not-to-be-seen-anywhere"
+NO_ACCOUNT = json.dumps(
+    {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+)
+"""Key of a service account of Google that signs nothing."""
 
 
 class Bucket:
-    """A prefix in a bucket of a server.
+    """A prefix in a bucket of S3.
 
     url: URL of the server, or of a proxy before it. prefix: path of the test's objects.
     """
 
+    scheme = "s3"
+    below = ""
+    """Path of the service on its server."""
+
     def __init__(self, url: str, prefix: str) -> None:
         import obstore
-        from obstore.store import S3Store
 
         self.url, self.prefix = url, prefix
         self._obstore = obstore
-        self._store = S3Store(
+        self._store = self._open()
+
+    def _open(self) -> Any:
+        from obstore.store import S3Store
+
+        return S3Store(
             BUCKET,
-            prefix=prefix,
-            endpoint=url,
+            prefix=self.prefix,
+            endpoint=self.url,
             access_key_id=KEY_ID,
             secret_access_key=SECRET_KEY,
             region="us-east-1",
@@ -46,8 +61,8 @@ class Bucket:
         )
 
     def location(self, url: str = "", **options: object) -> str:
-        """Return the part of the URL behind "s3:"."""
-        given = {"endpoint": url or self.url, **options}
+        """Return the part of the URL behind the scheme."""
+        given = {"endpoint": (url or self.url) + self.below, **options}
         query = "&".join(f"{name}={quote(str(value))}" for name, value in given.items())
         return f"//{BUCKET}/{self.prefix}?{query}"
 
@@ -58,12 +73,13 @@ class Bucket:
         coding: CodingConfig = DEFAULT_CODING,
         url: str = "",
         **options: object,
-    ) -> S3Tier:
+    ) -> BucketTier:
         """Open one process's tier. It reads the manifests of other writers only on request."""
         location = self.location(url, **{"poll_s": 0, "publish_s": 3600, **options})
         capacity_bytes = num_blocks * group.bytes_per_block
-        tier = make_s3(StorageSite("s3", location, group, capacity_bytes, coding=coding))
-        assert isinstance(tier, S3Tier)
+        make = load_plugin("tiers", self.scheme)
+        tier = make(StorageSite("s3", location, group, capacity_bytes, coding=coding))
+        assert isinstance(tier, BucketTier)
         return closed_later(tier)
 
     def objects(self) -> Objects:
@@ -85,6 +101,42 @@ class Bucket:
 
     def delete(self, *paths: str) -> None:
         self._obstore.delete(self._store, list(paths))
+
+
+class GoogleBucket(Bucket):
+    """A prefix in a bucket of Google Cloud Storage."""
+
+    scheme = "gs"
+
+    def _open(self) -> Any:
+        from obstore.store import GCSStore
+
+        return GCSStore(
+            BUCKET,
+            prefix=self.prefix,
+            base_url=self.url,
+            service_account_key=NO_ACCOUNT,
+            client_options={"allow_http": True},
+        )
+
+
+class AzureContainer(Bucket):
+    """A prefix in a container of Azure's emulator."""
+
+    scheme = "az"
+    below = f"/{AZURE_ACCOUNT}"
+
+    def _open(self) -> Any:
+        from obstore.store import AzureStore
+
+        return AzureStore(
+            BUCKET,
+            prefix=self.prefix,
+            endpoint=self.url + self.below,
+            account_name=AZURE_ACCOUNT,
+            account_key=AZURE_KEY,
+            client_options={"allow_http": True},
+        )
 
 
 class OnePack:

@@ -1,4 +1,7 @@
-"""A server that speaks S3 from a dictionary, and alters its answers for a test."""
+"""A server that speaks S3 from a dictionary, and alters its answers for a test.
+
+It knows the few headers by which Google's XML interface differs, too.
+"""
 
 from __future__ import annotations
 
@@ -128,10 +131,14 @@ class ScriptedBucket(Listener):
             }
             return Answer(200, {"content-type": "application/xml"}, listing(found))
         if asked.method == "PUT":
-            if asked.headers.get("if-none-match") == "*" and asked.name in self.objects:
+            is_new = "*" in asked.headers.get("if-none-match", "")
+            is_new |= asked.headers.get("x-goog-if-generation-match") == "0"
+            if is_new and asked.name in self.objects:
                 return refusal(412, "PreconditionFailed")
             self.objects[asked.name] = asked.body
             return Answer(200, {"etag": version_of(asked.body)})
+        if asked.method == "DELETE":
+            return Answer(204 if self.objects.pop(asked.name, None) is not None else 404)
         content = self.objects.get(asked.name)
         if content is None:
             return refusal(404, "NoSuchKey")

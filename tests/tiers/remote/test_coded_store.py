@@ -12,10 +12,10 @@ from kvtier.core.types import BlockKey
 from kvtier.layout import opaque
 from kvtier.testing.storage_user import TIMEOUT_S
 from kvtier.tiers import StorageTier
+from kvtier.tiers.remote.bucket.packs import contents_of, pack_path
+from kvtier.tiers.remote.bucket.tier import BucketTier
 from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.pruning import make_keeper, prune
-from kvtier.tiers.remote.s3.packs import contents_of, pack_path
-from kvtier.tiers.remote.s3.tier import S3Tier
 from tests.kit.servers import has_valkey
 from tests.tiers.remote.bucket import Bucket
 from tests.tiers.remote.store_tests import (
@@ -65,7 +65,7 @@ class TestS3(CodedStoreTests):
         self.within(place).write(self._path(place, key), content)
 
     def learn(self, tier: StorageTier) -> None:
-        assert isinstance(tier, S3Tier)
+        assert isinstance(tier, BucketTier)
         tier._exchange._read.clear()
         tier._exchange._own = [[]]
         tier.exchange(TIMEOUT_S)
@@ -139,5 +139,5 @@ def test_codec_that_is_not_there_is_named(bucket: Bucket) -> None:
         coded(bucket, codec="zip")
 
 
-def coded(bucket: Bucket, codec: str = "lossless") -> S3Tier:
+def coded(bucket: Bucket, codec: str = "lossless") -> BucketTier:
     return bucket.tier(64, opaque(BLOCK_BYTES), CodingConfig(codec))

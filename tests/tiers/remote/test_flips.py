@@ -11,9 +11,9 @@ import pytest
 from kvtier.testing.storage_user import stored_bytes
 from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.remote.bucket.catalogue import PackLocation
+from kvtier.tiers.remote.bucket.packs import pack_name
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope, as_headers, as_keys
-from kvtier.tiers.remote.s3.catalogue import PackLocation
-from kvtier.tiers.remote.s3.packs import pack_name
 from tests.kit.effort import effort
 from tests.tiers.remote.bucket import OnePack
 

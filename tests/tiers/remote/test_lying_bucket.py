@@ -21,9 +21,9 @@ from tests.tiers.remote.scripted_bucket import (
 
 pytest.importorskip("obstore")
 
+from kvtier.tiers.remote.bucket import objects
 from kvtier.tiers.remote.keeper import StoreKeeper
 from kvtier.tiers.remote.pruning import make_keeper
-from kvtier.tiers.remote.s3 import objects
 
 SECRET = "open-sesame"
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from kvtier.testing.storage_user import stored_bytes, stored_key
+from kvtier.tiers.remote.bucket import pack_reader
+from kvtier.tiers.remote.bucket.catalogue import Catalogue, PackLocation
+from kvtier.tiers.remote.bucket.manifests import Pack
+from kvtier.tiers.remote.bucket.pack_reader import PackPart, PackRequest
+from kvtier.tiers.remote.bucket.packs import pack_name
 from kvtier.tiers.remote.envelope import as_keys
-from kvtier.tiers.remote.s3 import pack_reader
-from kvtier.tiers.remote.s3.catalogue import Catalogue, PackLocation
-from kvtier.tiers.remote.s3.manifests import Pack
-from kvtier.tiers.remote.s3.pack_reader import PackPart, PackRequest
-from kvtier.tiers.remote.s3.packs import pack_name
 from tests.tiers.remote.bucket import OnePack
 
 BLOCK_BYTES, KEYS = OnePack.BLOCK_BYTES, OnePack.KEYS

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.testing.storage_user import Scattered, cuts, stored_bytes, stored_key
+from kvtier.tiers.remote.bucket.catalogue import Catalogue
+from kvtier.tiers.remote.bucket.manifests import Manifest, Pack, Tombstone
+from kvtier.tiers.remote.bucket.pack_reader import GAP_BYTES, PART_BYTES, parts_of
+from kvtier.tiers.remote.bucket.packs import PackShape, pack_name, pack_path
 from kvtier.tiers.remote.envelope import Envelope, as_keys
-from kvtier.tiers.remote.s3.catalogue import Catalogue
-from kvtier.tiers.remote.s3.manifests import Manifest, Pack, Tombstone
-from kvtier.tiers.remote.s3.pack_reader import GAP_BYTES, PART_BYTES, parts_of
-from kvtier.tiers.remote.s3.packs import PackShape, pack_name, pack_path
 
 BLOCK_BYTES = 1000
 SHAPE = PackShape(BLOCK_BYTES, 16 << 20)
@@ -109,7 +109,7 @@ def test_parts_have_what_is_wanted_and_little_else(
 
 ANSWERS_COME_AND_GO = """
 import resource, sys
-from kvtier.tiers.remote.s3.pack_reader import keep_freed_memory
+from kvtier.tiers.remote.bucket.pack_reader import keep_freed_memory
 if "keep" in sys.argv:
     keep_freed_memory()
 for _ in range(3):

@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 from kvtier.core.errors import CacheError, ConfigError
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
+from kvtier.tiers.remote.bucket import keeper as s3_keeper
 from kvtier.tiers.remote.keeper import Entry
 from kvtier.tiers.remote.pruning import chosen, make_keeper, prune
-from kvtier.tiers.remote.s3 import keeper as s3_keeper
 from kvtier.tools.cli import app
 from tests.kit.servers import ValkeyServer, free_port, has_valkey
 from tests.tiers.remote.bucket import Bucket

@@ -18,7 +18,7 @@ from kvtier.core.errors import Closed
 from kvtier.layout import DType, full_attention
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome
-from kvtier.tiers.remote.s3 import pack_reader
+from kvtier.tiers.remote.bucket import pack_reader
 from tests.kit.effort import effort
 from tests.kit.proxy import Proxy
 from tests.kit.servers import find_binary, make_bucket, port_of, seaweed
@@ -234,7 +234,7 @@ from threading import Thread
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
 from kvtier.tiers import StorageSite
-from kvtier.tiers.remote.s3.opening import make_s3
+from kvtier.tiers.remote.bucket.opening import make_s3
 site = StorageSite("s3", {bucket.location(poll_s=0.01, publish_s=0.01)!r}, GROUP, 1 << 20)
 tier = make_s3(site)
 assert [each.value for each in User(tier).put(*range(10))] == ["there"] * 10

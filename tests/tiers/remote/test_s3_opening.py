@@ -12,8 +12,8 @@ from kvtier.layout import KVGroup
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageSite, StorageTier
+from kvtier.tiers.remote.bucket.opening import make_s3
 from kvtier.tiers.remote.pruning import make_keeper
-from kvtier.tiers.remote.s3.opening import make_s3
 from kvtier.tiers.wrappers import ThrottledTier
 from tests.kit.servers import BUCKET, StoreHttpServer
 from tests.tiers.remote.bucket import KEY_ID, SECRET_KEY, Bucket

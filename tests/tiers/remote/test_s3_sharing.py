@@ -13,10 +13,10 @@ from kvtier.core.errors import TierError
 from kvtier.layout import DType, full_attention
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
+from kvtier.tiers.remote.bucket import manifest_sync as exchange_module
+from kvtier.tiers.remote.bucket.packs import pack_path
+from kvtier.tiers.remote.bucket.tier import BucketTier
 from kvtier.tiers.remote.envelope import as_keys
-from kvtier.tiers.remote.s3 import manifest_sync as exchange_module
-from kvtier.tiers.remote.s3.packs import pack_path
-from kvtier.tiers.remote.s3.tier import S3Tier
 from tests.kit.waiting import wait_until
 from tests.tiers.remote.bucket import Bucket
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 30.0
 
 
 @contextmanager
-def two(bucket: Bucket, **options: Any) -> Iterator[tuple[S3Tier, S3Tier]]:
+def two(bucket: Bucket, **options: Any) -> Iterator[tuple[BucketTier, BucketTier]]:
     one, other = bucket.tier(**options), bucket.tier(**options)
     try:
         yield one, other

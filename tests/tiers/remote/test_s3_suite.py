@@ -1,4 +1,4 @@
-"""The S3 tier as any storage tier, over a real server."""
+"""The tier of a bucket as any storage tier, over a real S3 server."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvtier.core.config import CodingConfig
 from kvtier.core.types import BlockKey
 from kvtier.testing import StorageSuite
 from kvtier.tiers import StorageTier
+from kvtier.tiers.remote.bucket.packs import pack_path
+from kvtier.tiers.remote.bucket.tier import BucketTier
 from kvtier.tiers.remote.envelope import as_keys
-from kvtier.tiers.remote.s3.packs import pack_path
-from kvtier.tiers.remote.s3.tier import S3Tier
 from tests.kit.proxy import Proxy
 from tests.kit.servers import port_of
 from tests.tiers.remote.bucket import Bucket
@@ -32,7 +32,7 @@ class TestS3Tier(StorageSuite):
         self.proxy.close()
 
     def make_storage(self, num_blocks: int) -> StorageTier:
-        self.bucket = Bucket(self.bucket.url, uuid.uuid4().hex)
+        self.bucket = type(self.bucket)(self.bucket.url, uuid.uuid4().hex)
         return self.over(num_blocks)
 
     def over(self, num_blocks: int) -> StorageTier:
@@ -43,7 +43,7 @@ class TestS3Tier(StorageSuite):
 
     def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
         """Change the last byte."""
-        assert isinstance(storage, S3Tier)
+        assert isinstance(storage, BucketTier)
         (place,) = storage._catalogue.places(as_keys([key]))
         (at,) = place.at.tolist()
         path = pack_path(place.pack)
@@ -58,12 +58,12 @@ class TestS3Tier(StorageSuite):
             yield
 
     def abandon(self, storage: StorageTier) -> bool:
-        assert isinstance(storage, S3Tier)
+        assert isinstance(storage, BucketTier)
         storage.abandon()
         return True
 
     def check(self, storage: StorageTier) -> None:
-        assert isinstance(storage, S3Tier)
+        assert isinstance(storage, BucketTier)
         storage.check_invariants()
 
     @pytest.mark.slow

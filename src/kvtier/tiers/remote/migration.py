@@ -23,10 +23,10 @@ from kvtier.core.types import BlockKey, BlockName
 from kvtier.layout import opaque
 from kvtier.tiers.codecs.codec import Uint8s
 from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.remote.bucket.opening import SERVICES, endpoint_of
 from kvtier.tiers.remote.keeper import StoreKeeper
 from kvtier.tiers.remote.location import read_location, read_options
 from kvtier.tiers.remote.pruning import SCHEMES, make_keeper
-from kvtier.tiers.remote.s3.opening import S3Options, endpoint_of
 from kvtier.tiers.remote.valkey.connection_pool import PORT, ValkeyOptions
 from kvtier.tiers.row import STORES, make_storage, split_storage
 from kvtier.tiers.storage import Outcome, StorageTier
@@ -103,7 +103,7 @@ def migrate(source: StoreAccess, target: StoreAccess, note: Note, is_real: bool 
     try:
         keeper.test()
         where = keeper.where
-        can_be_same = split_storage(target.url)[1] in (*SCHEMES, "s3")
+        can_be_same = split_storage(target.url)[1] in (*SCHEMES, *SERVICES)
         batches = _with_mark(keeper, target) if is_real and can_be_same else _batches(keeper)
     finally:
         keeper.close()
@@ -150,7 +150,8 @@ def _place(url: str) -> tuple[object, ...]:
     if scheme in SCHEMES:
         prefix = read_options(ValkeyOptions, location).prefix
         return "valkey", location.host, location.port or PORT, int(location.path or 0), prefix
-    endpoint = endpoint_of(read_options(S3Options, location)) if scheme == "s3" else ""
+    service = SERVICES.get(scheme)
+    endpoint = endpoint_of(location, read_options(service.options, location)) if service else ""
     return scheme, location.host, location.port, location.path, endpoint.rstrip("/")
 
 

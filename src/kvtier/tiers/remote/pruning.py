@@ -13,9 +13,9 @@ from math import inf
 from typing import Final
 
 from kvtier.core.errors import ConfigError
+from kvtier.tiers.remote.bucket.opening import SERVICES, check_location
 from kvtier.tiers.remote.keeper import Entry, StoreKeeper
 from kvtier.tiers.remote.location import read_location, read_options
-from kvtier.tiers.remote.s3.opening import S3Options, check_location
 from kvtier.tiers.remote.valkey.connection_pool import ValkeyOptions
 from kvtier.tiers.row import split_storage
 
@@ -67,17 +67,17 @@ def make_keeper(url: str) -> StoreKeeper:
 
         location = read_location(SCHEMES[scheme], rest)
         return ValkeyKeeper(location, read_options(ValkeyOptions, location))
-    if scheme == "s3":
-        location = read_location("s3", rest)
-        options = read_options(S3Options, location)
+    if scheme in SERVICES:
+        location = read_location(scheme, rest)
+        options = read_options(SERVICES[scheme].options, location)
         check_location(location, options)
-        from kvtier.tiers.remote.s3.keeper import S3Keeper  # needs the client
+        from kvtier.tiers.remote.bucket.keeper import BucketKeeper  # needs the client
 
-        return S3Keeper(location, options)
+        return BucketKeeper(location, options)
     shown = repr(scheme) if re.fullmatch(r"[\w.-]+", scheme) and rest else "this"
     raise ConfigError(
         f"{shown} is no store that can be looked after from here; give a URL that begins "
-        f"with s3:// or {'://, '.join(sorted(SCHEMES))}://"
+        f"with {'://, '.join((*SERVICES, *sorted(SCHEMES)))}://"
     )
 
 

@@ -15,17 +15,17 @@ from kvtier.core.errors import TierError
 from kvtier.core.types import BlockKey
 from kvtier.devices.base import Finding
 from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.remote.bucket.catalogue import Catalogue
+from kvtier.tiers.remote.bucket.manifest_sync import ManifestSync
+from kvtier.tiers.remote.bucket.objects import Missing, Objects
+from kvtier.tiers.remote.bucket.opening import BucketOptions
+from kvtier.tiers.remote.bucket.pack_reader import PackReader
+from kvtier.tiers.remote.bucket.packs import PackCoding, PackShape, pack_name, pack_path
+from kvtier.tiers.remote.bucket.upkeep import IN_USE, Upkeep
 from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.requests import RequestLoop
-from kvtier.tiers.remote.s3.catalogue import Catalogue
-from kvtier.tiers.remote.s3.manifest_sync import ManifestSync
-from kvtier.tiers.remote.s3.objects import Missing, Objects
-from kvtier.tiers.remote.s3.opening import S3Options
-from kvtier.tiers.remote.s3.pack_reader import PackReader
-from kvtier.tiers.remote.s3.packs import PackCoding, PackShape, pack_name, pack_path
-from kvtier.tiers.remote.s3.upkeep import IN_USE, Upkeep
 from kvtier.tiers.remote.store_tier import ABSENT, DAMAGED, FAILED, THERE, StoreTier
 from kvtier.tiers.storage import Outcome, StorageSite
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 CLOSE_S: Final = 3.0
 
 
-class S3Tier(StoreTier):
+class BucketTier(StoreTier):
     """Storage tier over a bucket; blocks are stored in packs.
 
     The location of each block is known locally, from this process's writes and the manifests of
@@ -43,7 +43,7 @@ class S3Tier(StoreTier):
     The calling threads copy: requests never access a caller's memory.
     """
 
-    def __init__(self, site: StorageSite, location: Location, options: S3Options) -> None:
+    def __init__(self, site: StorageSite, location: Location, options: BucketOptions) -> None:
         super().__init__(site, location, options)
         self._shape = PackShape(self.bytes_per_block, options.pack_bytes)
         self._catalogue = Catalogue(self._num_blocks)

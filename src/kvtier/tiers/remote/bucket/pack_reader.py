@@ -13,10 +13,10 @@ import numpy as np
 from kvtier.core.types import BlockKey
 from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.remote.bucket.catalogue import PackLocation
+from kvtier.tiers.remote.bucket.objects import Objects
+from kvtier.tiers.remote.bucket.packs import Int64s, PackName, PackShape, pack_path
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Bools, Envelope, Headers
-from kvtier.tiers.remote.s3.catalogue import PackLocation
-from kvtier.tiers.remote.s3.objects import Objects
-from kvtier.tiers.remote.s3.packs import Int64s, PackName, PackShape, pack_path
 from kvtier.tiers.storage import Keys, Outcome
 
 MAX_HEADERS: Final = 4096

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from kvtier.core.errors import ConfigError, install_command
@@ -22,23 +22,29 @@ try:
         PreconditionError,
         UnauthenticatedError,
     )
-    from obstore.store import S3Store
+    from obstore.store import AzureStore, GCSStore, S3Store
 except ImportError as error:
     if error.name != "obstore":
         raise
     raise ConfigError(
-        f"storage: s3: needs the package obstore; install it: {install_command('s3')}"
+        f"storage: s3, gs and az need the package obstore; install it: {install_command('s3')}"
     ) from error
 
 from kvtier.core.system.hosts import is_local
+from kvtier.tiers.remote.bucket.manifests import MAX_BYTES
+from kvtier.tiers.remote.bucket.opening import (
+    SERVICES,
+    AzureOptions,
+    BucketOptions,
+    S3Options,
+    endpoint_of,
+)
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
 from kvtier.tiers.remote.location import Location
-from kvtier.tiers.remote.s3.manifests import MAX_BYTES
-from kvtier.tiers.remote.s3.opening import S3Options, endpoint_of
 
 if TYPE_CHECKING:
     from obstore import ListStream, ObjectMeta
-    from obstore.store import ClientConfig
+    from obstore.store import ClientConfig, RetryConfig
 
 Result = TypeVar("Result")
 
@@ -57,13 +63,20 @@ PROBE: Final = bytes(range(64))
 WRONG_SETTINGS: Final = frozenset(
     {
         "AccessDenied",
+        "AccountIsDisabled",
         "AccountProblem",
         "AllAccessDisabled",
+        "AuthenticationFailed",
+        "AuthorizationFailure",
         "AuthorizationHeaderMalformed",
+        "AuthorizationPermissionMismatch",
+        "ContainerNotFound",
         "ExpiredToken",
         "IllegalLocationConstraintException",
         "InvalidAccessKeyId",
+        "InvalidAuthenticationInfo",
         "InvalidBucketName",
+        "InvalidResourceName",
         "InvalidToken",
         "NoSuchBucket",
         "PermanentRedirect",
@@ -72,7 +85,8 @@ WRONG_SETTINGS: Final = frozenset(
         "TokenRefreshRequired",
     }
 )
-"""S3 error codes that retries cannot fix."""
+"""Error codes of the services that retries cannot fix."""
+NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound"})
 REDIRECT: Final = "PermanentRedirect"
 WRONG_REGION: Final = frozenset(
     {REDIRECT, "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
@@ -103,19 +117,20 @@ class Objects:
     All calls raise only ``Missing``, ``Taken``, ``Refused``, ``Unreachable`` or ``Unsound``. Of the
     server's response, their messages contain only the error code.
 
-    Credentials come from the environment or the machine's role. Requests are signed unless
-    ``AWS_SKIP_SIGNATURE`` is set.
+    Credentials come from the environment or the machine's role or workload identity. Requests are
+    signed unless ``AWS_SKIP_SIGNATURE`` or ``AZURE_SKIP_SIGNATURE`` is set.
 
     Raises ``ConfigError`` for settings that the client refuses.
     """
 
-    def __init__(self, location: Location, options: S3Options) -> None:
+    def __init__(self, location: Location, options: BucketOptions) -> None:
+        self._service = SERVICES[location.scheme]
         try:
             self._store = _open_store(location, options)
         except Exception as error:
             raise ConfigError(
                 f"storage: {location}: the client refuses its settings ({type(error).__name__}); "
-                "see the environment's AWS_ variables"
+                f"see the environment's {self._service.variables} variables"
             ) from None
 
     async def put(self, path: str, content: object, create: bool = False) -> None:
@@ -127,19 +142,19 @@ class Objects:
             mode="create" if create else "overwrite",
             use_multipart=False,
         )
-        await _asked(put)
+        await self._asked(put)
 
     async def get(self, path: str) -> bytes:
         """Return a whole, small object."""
-        found = await _asked(obstore.get_async(self._store, path))
+        found = await self._asked(obstore.get_async(self._store, path))
         if found.meta["size"] > MAX_BYTES:
             raise Refused("it is too large")
-        return bytes(await _asked(found.bytes_async()))
+        return bytes(await self._asked(found.bytes_async()))
 
     async def part(self, path: str, start: int, end: int) -> memoryview:
         """Return a range of bytes of an object, cut at its end."""
         return memoryview(
-            await _asked(obstore.get_range_async(self._store, path, start=start, end=end))
+            await self._asked(obstore.get_range_async(self._store, path, start=start, end=end))
         )
 
     async def listed(self, path: str) -> list[Listed]:
@@ -147,13 +162,13 @@ class Objects:
         pages = obstore.list(self._store, path, chunk_size=PAGE)
         return [
             Listed(each["path"], each["size"], each["last_modified"].timestamp())
-            for each in await _asked(_whole(pages))
+            for each in await self._asked(_whole(pages))
         ]
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Delete objects; missing ones are ignored."""
         if paths:
-            await _asked(obstore.delete_async(self._store, list(paths)))
+            await self._asked(obstore.delete_async(self._store, list(paths)))
 
     async def self_test(self) -> float:
         """Test that the store behaves as packs and manifests require.
@@ -174,6 +189,13 @@ class Objects:
                 raise Unsound("it answers a request for a part of an object with something else")
         return time.monotonic() - began
 
+    async def _asked(self, answer: Awaitable[Result]) -> Result:
+        try:
+            return await answer
+        except (BaseError, OSError, ValueError) as error:
+            translated = _translated(error, self._service.credentials)
+        raise translated  # outside ``except``: the original may quote the server
+
     async def _create_probe(self) -> bool:
         """Create the probe. Return whether it was created now."""
         try:
@@ -183,33 +205,38 @@ class Objects:
         return True
 
 
-def _open_store(location: Location, options: S3Options) -> S3Store:
-    endpoint = endpoint_of(options)
-    # Under both names: the second one takes precedence over the environment.
-    where = dict.fromkeys(("endpoint", "aws_endpoint_url_s3"), endpoint) if endpoint else {}
-    where |= {"region": options.region} if options.region else {}
+def _open_store(location: Location, options: BucketOptions) -> S3Store | GCSStore | AzureStore:
+    endpoint = endpoint_of(location, options)
     host = urlsplit(endpoint).hostname or ""
     # Without a proxy of its own the client uses that of the environment, which can't reach a
     # server on this machine. This one is used for no request.
     no_proxy: ClientConfig = {"proxy_url": endpoint, "proxy_excludes": host}
-    return S3Store(
-        location.host,
-        prefix=location.path or None,
-        # Blocks need no signature: they have checksums and optional tags of their own.
-        unsigned_payload=not options.sign_payload,
-        client_options={
-            "allow_http": endpoint.startswith("http://"),
-            "connect_timeout": timedelta(seconds=CONNECT_S),
-            "timeout": timedelta(seconds=REQUEST_S),
-            **(no_proxy if is_local(host) else {}),
-        },
-        retry_config={
-            "max_retries": NUM_RETRIES,
-            "retry_timeout": timedelta(seconds=RETRY_S),
-            "backoff": {"init_backoff": timedelta(milliseconds=50)},
-        },
-        **where,  # type: ignore[arg-type]
-    )
+    client: ClientConfig = {
+        "allow_http": endpoint.startswith("http://"),
+        "connect_timeout": timedelta(seconds=CONNECT_S),
+        "timeout": timedelta(seconds=REQUEST_S),
+        **(no_proxy if is_local(host) else {}),
+    }
+    retries: RetryConfig = {
+        "max_retries": NUM_RETRIES,
+        "retry_timeout": timedelta(seconds=RETRY_S),
+        "backoff": {"init_backoff": timedelta(milliseconds=50)},
+    }
+    name, prefix = location.host, location.path or None
+    where: Any = {"endpoint": endpoint} if endpoint else {}
+    if location.scheme == "gs":
+        where = {"base_url": endpoint} if endpoint else {}
+        return GCSStore(name, prefix=prefix, client_options=client, retry_config=retries, **where)
+    if isinstance(options, AzureOptions):
+        where |= {"account_name": options.account} if options.account else {}
+        return AzureStore(name, prefix=prefix, client_options=client, retry_config=retries, **where)
+    assert isinstance(options, S3Options)
+    # Under both names: the second one takes precedence over the environment.
+    where |= {"aws_endpoint_url_s3": endpoint} if endpoint else {}
+    where |= {"region": options.region} if options.region else {}
+    # Blocks need no signature: they have checksums and optional tags of their own.
+    where |= {"unsigned_payload": not options.sign_payload}
+    return S3Store(name, prefix=prefix, client_options=client, retry_config=retries, **where)
 
 
 async def _whole(pages: ListStream[Sequence[ObjectMeta]]) -> list[ObjectMeta]:
@@ -228,15 +255,7 @@ async def _whole(pages: ListStream[Sequence[ObjectMeta]]) -> list[ObjectMeta]:
     return found
 
 
-async def _asked(answer: Awaitable[Result]) -> Result:
-    try:
-        return await answer
-    except (BaseError, OSError, ValueError) as error:
-        translated = _translated(error)
-    raise translated  # outside ``except``: the original may quote the server
-
-
-def _translated(error: Exception) -> Exception:
+def _translated(error: Exception, credentials: str) -> Exception:
     text = str(error)
     code = re.search(r"<Code>(\w{1,64})</Code>", text)
     status = re.search(r"status code: (\d{3})", text)
@@ -244,10 +263,7 @@ def _translated(error: Exception) -> Exception:
     if isinstance(error, AlreadyExistsError):
         return Taken(said)
     if re.search(r"//169\.254\.|/latest/(api/token|meta-data)", text) and not code:
-        return Refused(
-            "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine "
-            "a role"
-        )
+        return Refused(f"no credentials; set {credentials}, or give the machine a role")
     if said in WRONG_SETTINGS or isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return Refused(said)
     if isinstance(error, FileNotFoundError | PreconditionError):

@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from kvtier.core.errors import CacheError, ConfigError
+from kvtier.tiers.remote.bucket.manifests import MAX_BYTES, Manifest
+from kvtier.tiers.remote.bucket.objects import Listed, Missing, Objects, Taken
+from kvtier.tiers.remote.bucket.opening import BucketOptions
+from kvtier.tiers.remote.bucket.packs import MAX_BLOCKS, PackShape, contents_of, pack_path
+from kvtier.tiers.remote.bucket.upkeep import refusal
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
 from kvtier.tiers.remote.keeper import Entry, EntryBlocks, StoreKeeper
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.requests import settle_at_exit
-from kvtier.tiers.remote.s3.manifests import MAX_BYTES, Manifest
-from kvtier.tiers.remote.s3.objects import Listed, Missing, Objects, Taken
-from kvtier.tiers.remote.s3.opening import S3Options
-from kvtier.tiers.remote.s3.packs import MAX_BLOCKS, PackShape, contents_of, pack_path
-from kvtier.tiers.remote.s3.upkeep import refusal
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -27,7 +27,7 @@ AT_ONCE: Final = 16
 """Concurrent requests."""
 
 
-class S3Keeper(StoreKeeper):
+class BucketKeeper(StoreKeeper):
     """Keeper of a bucket.
 
     A manifest is removed when none of its packs exists and none of its tombstones can concern
@@ -37,7 +37,7 @@ class S3Keeper(StoreKeeper):
     kind = "pack"
     age = "written {} ago"
 
-    def __init__(self, location: Location, options: S3Options) -> None:
+    def __init__(self, location: Location, options: BucketOptions) -> None:
         settle_at_exit()
         self.where = str(location)
         self._bucket = location.host

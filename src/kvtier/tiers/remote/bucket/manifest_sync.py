@@ -13,10 +13,10 @@ from typing import Final
 
 from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW
-from kvtier.tiers.remote.s3.catalogue import Catalogue
-from kvtier.tiers.remote.s3.manifests import MAX_BYTES, Manifest, Pack, Tombstone, manifest_path
-from kvtier.tiers.remote.s3.objects import Listed, Missing, Objects, Taken
-from kvtier.tiers.remote.s3.packs import PackCoding, PackName
+from kvtier.tiers.remote.bucket.catalogue import Catalogue
+from kvtier.tiers.remote.bucket.manifests import MAX_BYTES, Manifest, Pack, Tombstone, manifest_path
+from kvtier.tiers.remote.bucket.objects import Listed, Missing, Objects, Taken
+from kvtier.tiers.remote.bucket.packs import PackCoding, PackName
 from kvtier.tiers.storage import Keys
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from kvtier.core.hot import KeyTable
 from kvtier.core.types import BlockKey
+from kvtier.tiers.remote.bucket.manifests import Pack, Tombstone
+from kvtier.tiers.remote.bucket.packs import PackCoding, PackName
 from kvtier.tiers.remote.envelope import as_keys
-from kvtier.tiers.remote.s3.manifests import Pack, Tombstone
-from kvtier.tiers.remote.s3.packs import PackCoding, PackName
 from kvtier.tiers.storage import Keys
 
 Int64s = npt.NDArray[np.int64]

@@ -42,7 +42,7 @@ import numpy as np
 
 from kvtier.core.types import BlockKey
 from kvtier.tiers.crc_join import checksum
-from kvtier.tiers.remote.s3.packs import (
+from kvtier.tiers.remote.bucket.packs import (
     MAX_BLOCKS,
     PackCoding,
     PackName,

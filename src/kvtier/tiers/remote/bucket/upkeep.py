@@ -7,11 +7,11 @@ import logging
 from typing import Final
 
 from kvtier.core.errors import ConfigError
+from kvtier.tiers.remote.bucket.manifest_sync import ManifestSync
+from kvtier.tiers.remote.bucket.objects import NO_BUCKET, WRONG_REGION, Objects
 from kvtier.tiers.remote.errors import Refused, Unsound
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.requests import RequestLoop
-from kvtier.tiers.remote.s3.manifest_sync import ManifestSync
-from kvtier.tiers.remote.s3.objects import WRONG_REGION, Objects
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def refusal(error: Refused | Unsound, bucket: str) -> str:
     """Return why a store is not used, and the remedy."""
     if isinstance(error, Unsound):
         return f"this store can't be used: {error}"
-    if str(error) == "NoSuchBucket":
+    if str(error) in NO_BUCKET:
         return f"there is no bucket {bucket!r}; make it, or name another"
     if str(error) in WRONG_REGION:
         return (

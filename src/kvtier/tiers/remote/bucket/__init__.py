@@ -1,0 +1,1 @@
+"""Blocks in buckets: S3 and compatible stores, Google Cloud Storage, Azure."""

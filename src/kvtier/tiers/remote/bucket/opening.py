@@ -1,0 +1,147 @@
+"""Blocks in a bucket: ``storage="s3://bucket/prefix"``, ``"gs://..."`` or ``"az://..."``.
+
+S3 and compatible stores, Google Cloud Storage, and Azure, where a bucket is called a container.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.core.errors import ConfigError
+from kvtier.tiers.remote.bucket.packs import PACK_BYTES
+from kvtier.tiers.remote.location import Location, StoreOptions, StorePlugin
+from kvtier.tiers.storage import StorageSite, StorageTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketOptions(StoreOptions):
+    """Options behind the ``?``, of every service."""
+
+    endpoint: str = ""
+    """Address of the store, "http://host:port". Default: the variable of the service that names it,
+    then the service's own."""
+    pack_bytes: int = PACK_BYTES
+    """Approximate size of an object; at least one block. Like "16MiB"."""
+    poll_s: float = 5.0
+    """Interval of reading other writers' manifests, in seconds; 0 for only at the start."""
+    publish_s: float = 1.0
+    """Interval of publishing written blocks to other readers, in seconds. A process that is killed
+    loses what it wrote in the last interval."""
+    max_age_s: float = 0.0
+    """Maximum age of packs that are used; 0 for no limit. Set it a little below the bucket's
+    expiration rule."""
+    requests: int = 8
+    """Packs that one call reads or writes concurrently; each takes memory meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Options(BucketOptions):
+    """Options of S3 and compatible stores."""
+
+    region: str = ""
+    """Region of the bucket. Default: ``AWS_REGION``."""
+    sign_payload: bool = False
+    """Whether the bytes are signed along with the request, which takes 0.7 s of a core per GB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AzureOptions(BucketOptions):
+    """Options of Azure Blob Storage. The host of the URL is the container."""
+
+    account: str = ""
+    """Storage account. Default: ``AZURE_STORAGE_ACCOUNT_NAME``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service that keeps buckets.
+
+    Attributes:
+        options: of its URLs.
+        endpoints: environment variables with the address of a server; the first that is set counts.
+        variables: where its other settings are, for messages.
+        credentials: what to set for access, for messages.
+    """
+
+    options: type[BucketOptions]
+    endpoints: tuple[str, ...]
+    variables: str
+    credentials: str
+
+
+SERVICES: Final[Mapping[str, Service]] = {
+    "s3": Service(
+        S3Options,
+        ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+        "AWS_",
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    ),
+    "gs": Service(BucketOptions, (), "GOOGLE_", "GOOGLE_APPLICATION_CREDENTIALS"),
+    "az": Service(
+        AzureOptions,
+        ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+        "AZURE_",
+        "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    ),
+}
+"""Services by the scheme of their URLs."""
+
+
+def _make(site: StorageSite, location: Location, options: BucketOptions) -> StorageTier:
+    if site.capacity_bytes < site.group.bytes_per_block:
+        raise ConfigError(
+            f"{site.name}: storage_capacity of {site.capacity_bytes} bytes is below one block "
+            f"({site.group.bytes_per_block} bytes); raise it"
+        )
+    from kvtier.tiers.remote.bucket.tier import BucketTier  # needs the client
+
+    return BucketTier(site, location, options)
+
+
+def endpoint_of(location: Location, options: BucketOptions) -> str:
+    """Return the store's address from the options or the environment; "" for the service's own."""
+    return _endpoint(location, options)[1]
+
+
+def _endpoint(location: Location, options: BucketOptions) -> tuple[str, str]:
+    """Return the name of the setting that gives the store's address, and the address."""
+    if options.endpoint:
+        return "endpoint", options.endpoint
+    variables = SERVICES[location.scheme].endpoints
+    named = ((name, os.environ.get(name, "")) for name in variables)
+    return next((each for each in named if each[1]), ("endpoint", ""))
+
+
+def check_location(location: Location, options: BucketOptions) -> None:
+    """Raise ``ConfigError`` for invalid combinations."""
+    scheme, credentials = location.scheme, SERVICES[location.scheme].credentials
+    if not location.host:
+        raise ConfigError(f'storage: {scheme}: no bucket; write it as "{scheme}://bucket/prefix"')
+    if location.user is not None or location.password is not None:
+        raise ConfigError(f"storage: {location}: credentials do not belong here; set {credentials}")
+    if location.port is not None:
+        raise ConfigError(
+            f"storage: {location}: a bucket has no port; give the server as "
+            "?endpoint=http://host:port"
+        )
+    name, endpoint = _endpoint(location, options)
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"storage: {location}: {name} begins with http:// or https://")
+    if "@" in endpoint:
+        raise ConfigError(
+            f"storage: {location}: credentials do not belong into {name}; set {credentials}"
+        )
+    if options.requests < 1:
+        raise ConfigError(f"storage: {location}: requests is 1 at least")
+    if not options.publish_s:
+        raise ConfigError(f"storage: {location}: publish_s is above 0")
+
+
+make_s3, make_google, make_azure = (
+    StorePlugin(scheme, service.options, _make, check_location)
+    for scheme, service in SERVICES.items()
+)
+"""Makes the tier of ``storage="s3://bucket/prefix?option=value"``, of ``gs://`` and ``az://``."""

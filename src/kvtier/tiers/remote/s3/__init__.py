@@ -1,1 +1,0 @@
-"""Blocks in S3 buckets and compatible stores."""
