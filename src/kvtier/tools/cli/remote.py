@@ -62,7 +62,8 @@ def prune(
     older_than: Annotated[
         str | None,
         typer.Option(
-            help="Remove blocks not used for this long (Valkey), or written this long ago (S3): "
+            help="Remove blocks not used for this long (Valkey), or written this long ago "
+            "(buckets): "
             '"7d", "12h", "30min".',
             show_default="any age",
         ),
