@@ -65,15 +65,11 @@ def place(request: pytest.FixtureRequest) -> Bucket:
 
 
 class TestAzureTier(test_s3_suite.TestS3Tier):
-    @pytest.fixture
-    def bucket(self, container: AzureContainer) -> Bucket:
-        return container
+    place = "container"
 
 
 class TestGoogleTier(test_s3_suite.TestS3Tier):
-    @pytest.fixture
-    def bucket(self, google: GoogleBucket) -> Bucket:
-        return google
+    place = "google"
 
 
 def site(bucket: Bucket, container: str = BUCKET) -> StorageSite:

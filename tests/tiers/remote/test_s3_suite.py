@@ -23,11 +23,13 @@ from tests.tiers.remote.bucket import Bucket
 
 class TestS3Tier(StorageSuite):
     options: dict[str, Any] = {}  # noqa: RUF012
+    place = "bucket"
+    """Fixture that returns the bucket."""
 
     @pytest.fixture(autouse=True)
-    def _place(self, bucket: Bucket) -> Iterator[None]:
-        self.bucket = bucket
-        self.proxy = Proxy(port_of(bucket.url))
+    def _place(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        self.bucket: Bucket = request.getfixturevalue(self.place)
+        self.proxy = Proxy(port_of(self.bucket.url))
         yield
         self.proxy.close()
 
