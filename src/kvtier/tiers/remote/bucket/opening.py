@@ -56,7 +56,7 @@ class AzureOptions(BucketOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class BucketService:
     """A service that keeps buckets.
 
     Attributes:
@@ -72,15 +72,15 @@ class Service:
     credentials: str
 
 
-SERVICES: Final[Mapping[str, Service]] = {
-    "s3": Service(
+SERVICES: Final[Mapping[str, BucketService]] = {
+    "s3": BucketService(
         S3Options,
         ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
         "AWS_",
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     ),
-    "gs": Service(BucketOptions, (), "GOOGLE_", "GOOGLE_APPLICATION_CREDENTIALS"),
-    "az": Service(
+    "gs": BucketService(BucketOptions, (), "GOOGLE_", "GOOGLE_APPLICATION_CREDENTIALS"),
+    "az": BucketService(
         AzureOptions,
         ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
         "AZURE_",
