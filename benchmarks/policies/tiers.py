@@ -55,7 +55,7 @@ class TierReplay:
         rooms: dict[str, SlotAllocator] = {HOST: host}
         if disk_blocks:
             rooms[DISK] = Quota(lambda: disk_blocks)
-        self._mover = _AtOnce([tier for tier in rooms if tier != HOST])
+        self._mover = AtOnce([tier for tier in rooms if tier != HOST])
         self._index = make_key_index(dict.fromkeys(rooms, policy), lambda: NAMESPACE)
         options = LadderOptions(BLOCK_BYTES, bytes_per_day={DISK: bytes_per_day})
         if doubles_at_blocks:
@@ -122,7 +122,7 @@ class TierReplay:
         self._ladder.check_invariants(0)
 
 
-class _AtOnce(Mover):
+class AtOnce(Mover):
     """Mover whose copies are complete at once. ``num_moved`` counts blocks by destination."""
 
     def __init__(self, storages: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.policies import hit_ratios, traces
+from benchmarks.policies import groups, hit_ratios, traces
 from benchmarks.policies.tiers import BLOCK_BYTES, TierReplay
 from benchmarks.policies.traces import Trace
 from kvtier.cache.ladder.write_queues import LEAST_CHANCE
@@ -194,3 +194,24 @@ def test_what_may_be_written_is(monkeypatch: pytest.MonkeyPatch) -> None:
     lets_first_comers_write(monkeypatch)
     first_come, _, _ = half_written(trace, 1 / 24)
     assert 0.85 * first_come.num_stored < ours.num_stored < first_come.num_stored
+
+
+@pytest.mark.parametrize("policy", groups.POLICIES)
+def test_a_hit_ends_where_every_group_has_what_it_needs(policy: str) -> None:
+    """A cut is every 4,096 tokens, eight blocks of the trace."""
+    prompt = np.arange(20, dtype=np.uint64)
+    replay = groups.GroupReplay(groups.MODELS["states, windows of 128"], policy, 100)
+    for now_s in (0.0, 1.0, 2.0):
+        replay.request(prompt[: 20 if now_s else 12], now_s)
+    replay.check_invariants()
+    assert replay.num_hits == 4096 + 8192
+
+
+def test_gains_are_judged_over_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Trace("made", [0.0, 1.0], [np.arange(8, dtype=np.uint64)] * 2)
+    monkeypatch.setattr(groups, "_replayed", [trace])
+    rows = groups.measure(0, "windows of 128", 1.0)
+    assert [row.hit_ratio for row in rows] == [0.5, 0.5]
+    rows += [replace(rows[0], hit_ratio=0.6), replace(rows[1], hit_ratio=0.602)]
+    worst, mean = groups.targets(rows)
+    assert (worst["value"], worst["met"], mean["met"]) == (0.2, True, False)

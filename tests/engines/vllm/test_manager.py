@@ -33,7 +33,7 @@ from kvtier.connectors.vllm.shared.copies import BlockSlots
 from kvtier.connectors.vllm.shared.key_scope import KeyScope
 from kvtier.connectors.vllm.shared.names import VllmNames
 from kvtier.connectors.vllm.shared.new_weights import NEW_WEIGHTS
-from kvtier.connectors.vllm.shared.prompt import Shape
+from kvtier.connectors.vllm.shared.prompt import Cuts, Shape, group_bytes
 from kvtier.connectors.vllm.shared.request_state import Advice, Phase
 from kvtier.connectors.vllm.shared.tiers import rank_tiers
 from kvtier.core.types import DEVICE, DISK, HOST, CacheMode, Direct, LoadPolicy
@@ -515,9 +515,69 @@ def test_with_two_groups_an_answer_leaves_before_its_question() -> None:
     assert [each is BlockState.MEMORY for each in kept] == [True, True, False, False] * 2
 
 
-def test_groups_that_are_cut_otherwise_have_least_recently_used_first() -> None:
-    scheduler = Scheduler(block_sizes=(STEP, 4 * STEP))
-    assert not scheduler.manager.cache.learns
+QUARTER = STEP // 4
+UNLIKE = (STEP, QUARTER)
+"""Full attention, and a window of half a step with four blocks to each of it."""
+
+
+def unlike_keys(numbers: Sequence[int]) -> dict[OffloadKey, int]:
+    """Return the keys that vLLM makes for a prompt, group by group, and where their blocks end."""
+    prompt = [(step, part) for step in range(len(numbers)) for part in range(4)]
+    hashes = [bytes([*numbers[: step + 1], part]).ljust(32, b"-") for step, part in prompt]
+    return {
+        make_offload_key(hashes[at], group): (at + 1) * QUARTER
+        for group, every in enumerate((4, 1))
+        for at in range(every - 1, len(hashes), every)
+    }
+
+
+def serve_unlike(scheduler: Scheduler, numbers: Sequence[int]) -> list[OffloadKey]:
+    """Serve a prompt as vLLM does; return the keys of the blocks that were stored for it."""
+    context = ReqContext("request")
+    for key, end in unlike_keys(numbers).items():
+        context.set_offload_key_position(key, end)
+    scheduler.manager.on_new_request(context)
+    keys = list(unlike_keys(numbers))
+    scheduler.look_up(context, keys)
+    output = scheduler.manager.prepare_store(keys, context)
+    assert output is not None
+    stored = list(output.keys_to_store)
+    scheduler.manager.complete_store(set(stored), context)
+    scheduler.manager.on_request_finished(context)
+    scheduler.manager.cache.check_invariants()
+    return stored
+
+
+@pytest.fixture
+def unlike() -> Scheduler:
+    """A tier with room for eight steps of a prompt, of three blocks each."""
+    scheduler = Scheduler(num_host=24, num_disk=0, block_sizes=UNLIKE)
+    scheduler.manager.cuts = Cuts(STEP, {group_bytes(1): (0, 2 * QUARTER)})
+    return scheduler
+
+
+def test_blocks_that_no_cut_needs_are_not_stored(unlike: Scheduler) -> None:
+    stored = serve_unlike(unlike, (1, 2))
+    ends = unlike_keys((1, 2))
+    assert [key for key in ends if key in stored] == stored, "in the order that vLLM gave"
+    assert [ends[key] % STEP for key in stored] == [0, 0, 3 * QUARTER, 0, 3 * QUARTER, 0]
+
+
+def test_a_prompt_of_unlike_blocks_that_comes_back_outlasts_a_flood(unlike: Scheduler) -> None:
+    fresh = iter(range(10, 250))
+    for _ in range(60):
+        new = serve_unlike(unlike, (1, 2, 3))
+        serve_unlike(unlike, [next(fresh) for _ in range(4)])
+    assert new == []
+
+
+def test_prompts_of_unlike_blocks_are_evicted_from_their_ends(unlike: Scheduler) -> None:
+    serve_unlike(unlike, (1, 2, 3, 4))
+    serve_unlike(unlike, (1, 2, 11, 12, 13, 14, 15, 16))
+    ends = unlike_keys((1, 2, 3, 4))
+    found = unlike.manager.cache.lookup(list(ends)).states
+    kept = {end for end, at in zip(ends.values(), found, strict=True) if at is BlockState.MEMORY}
+    assert kept == {3 * QUARTER, STEP, STEP + 3 * QUARTER, 2 * STEP}
 
 
 @pytest.mark.parametrize(

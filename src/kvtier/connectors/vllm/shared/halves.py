@@ -19,7 +19,7 @@ from kvtier.connectors.vllm.shared.cores import off_compute_cores
 from kvtier.connectors.vllm.shared.descriptions import NodeDescriber
 from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.names import EngineFacts, VllmNames, rank_layout
-from kvtier.connectors.vllm.shared.prompt import Shape
+from kvtier.connectors.vllm.shared.prompt import Cuts, Shape
 from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.connectors.vllm.shared.tiers import EngineTiers, node_tiers, rank_tiers
 from kvtier.connectors.vllm.shared.worker import RankLimits, TierWorker
@@ -229,8 +229,10 @@ def begin_serving(
     if manager.has_storage:
         with off_compute_cores():
             weights.settle(manager.names, config)
+    groups = kv_cache_config.kv_cache_groups
+    manager.cuts = Cuts.of(manager.names.facts, groups)
     if isinstance(manager.cache, NodeCache):
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        specs = [group.kv_cache_spec for group in groups]
         manager.describer = NodeDescriber(manager.cache, manager.names.facts, config, specs)
     new_weights.watch(connector)
     return adapters_of(config, manager.has_storage, manager.audits.renamed)

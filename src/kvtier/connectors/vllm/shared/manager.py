@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtier.cache.block_cache import BlockState, Change, Reserved
@@ -17,7 +19,7 @@ from kvtier.connectors.vllm.shared.key_scope import Doubt
 from kvtier.connectors.vllm.shared.names import VllmNames
 from kvtier.connectors.vllm.shared.new_weights import NEW_WEIGHTS
 from kvtier.connectors.vllm.shared.promotion import Promotion
-from kvtier.connectors.vllm.shared.prompt import RequestBlocks, Shape, depth
+from kvtier.connectors.vllm.shared.prompt import Cuts, RequestBlocks, Shape, depth
 from kvtier.connectors.vllm.shared.request_state import Advice, RequestState, Way
 from kvtier.connectors.vllm.shared.step import Tell
 from kvtier.connectors.vllm.shared.tiers import EngineTiers
@@ -47,6 +49,7 @@ class TierManager:
 
     Attributes:
         describer: describes blocks to a node; None without one.
+        cuts: where prompts can be cut. Until it is set, each block counts as needed.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class TierManager:
         self._follows_hints = follows_hints
         self._mode = mode
         self.describer: NodeDescriber | None = None
+        self.cuts = Cuts()
         self.names = names
         self.counts = Counts()
         self._mover = mover
@@ -265,7 +269,9 @@ class TierManager:
         if not self._mode.stores:
             return [self._stored(keys, NO_ROOM, state) for keys, state in wanted]
         kept = [self._kept(keys, state) for keys, state in wanted]
-        reserved = self.cache.reserve([key for keys in kept for key in keys])
+        states = [state for _, state in wanted]
+        ordered = map(self._in_order, kept, states)
+        reserved = self.cache.reserve([key for keys in ordered for key in keys])
         if reserved is None:  # there may be room for some
             pairs = zip(kept, wanted, strict=True) if len(kept) > 1 else ()
             return [self._reserve(keys, state) for keys, (_, state) in pairs] or [None]
@@ -279,8 +285,14 @@ class TierManager:
         return found
 
     def _reserve(self, keys: Collection[bytes], state: RequestState | None) -> BlocksToStore | None:
-        reserved = self.cache.reserve(keys)
-        return None if reserved is None else self._stored(keys, reserved, state)
+        reserved = self.cache.reserve(keys if state is None else self._in_order(keys, state))
+        if reserved is None:
+            return None
+        if self._shape.has_unlike_blocks:
+            slots = dict(zip(reserved.keys, reserved.slots, strict=True))
+            ordered = [key for key in dict.fromkeys(keys) if key in slots]
+            reserved = replace(reserved, keys=ordered, slots=[slots[key] for key in ordered])
+        return self._stored(keys, reserved, state)
 
     def _stored(
         self, keys: Collection[bytes], new: Reserved, state: RequestState | None
@@ -303,11 +315,26 @@ class TierManager:
             self.describer.describe(keys, state.request)
 
     def _kept(self, keys: Collection[bytes], state: RequestState) -> list[bytes]:
-        """Return those of a request's blocks that may be stored, and report them to the policy."""
-        keys = [key for key in keys if state.is_kept(key)]
+        """Return those of a request's blocks that may be stored, and that a cut may need.
+
+        They are reported to the policy.
+        """
+        ends, need = state.request.ends, self.cuts.need
+        keys = [key for key in keys if state.is_kept(key) and need(key, ends.get(key, 0))]
         if self.cache.learns:
             self._continue(keys, state)
         return keys
+
+    def _in_order(self, keys: Collection[bytes], state: RequestState) -> Collection[bytes]:
+        """Return a request's blocks in the order of its prompt instead of group by group.
+
+        If all blocks of a group end where those of the others do, the order of the first group is
+        that of the prompt.
+        """
+        if not self._shape.has_unlike_blocks:
+            return keys
+        ends = state.request.ends
+        return sorted(keys, key=lambda key: ends.get(key, 0))
 
     def _begin(self, state: RequestState) -> None:
         """Report the request to the policy, if this is the first time that its blocks matter."""
@@ -331,7 +358,7 @@ class TierManager:
                 self.counts.add(counter, 1, declined.action, declined.outcome)
 
     def _path(self, state: RequestState) -> list[bytes]:
-        path = state.request.path(self._shape.block_sizes[0])
+        path = state.request.path(math.gcd(*self._shape.block_sizes), self.cuts)
         return [key for key in path if state.is_kept(key)]
 
     def _continue(self, keys: Sequence[bytes], state: RequestState) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier.core.errors import printable
 from kvtier.core.hints import Hint, KvHints, parse_hint, parse_kv_hints
 from kvtier.core.types import DISK, HOST
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.shared.names import EngineFacts
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +27,12 @@ the same token of a prompt have the same hash in front."""
 
 def group_key(block_hash: bytes, group: int) -> bytes:
     """Return the key of a block: vLLM's hash of the prompt up to its end, and its KV group."""
-    return block_hash + group.to_bytes(GROUP_BYTES, "big")
+    return block_hash + group_bytes(group)
+
+
+def group_bytes(group: int) -> bytes:
+    """Return the end of the keys of a KV group."""
+    return group.to_bytes(GROUP_BYTES, "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +52,57 @@ class Shape:
         return len(self.block_sizes) == 1
 
     @property
-    def is_cut_alike(self) -> bool:
-        """Whether the blocks of all groups end at the same tokens.
+    def has_unlike_blocks(self) -> bool:
+        """Whether the blocks of some groups end at other tokens than those of others."""
+        return len(set(self.block_sizes)) > 1
 
-        Then they stand and fall together. Otherwise a group may keep a block here and there, and
-        its prompts have gaps that no policy knows of.
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The cuts of prompts, up to which their KV can be loaded, and the blocks that a cut needs.
+
+    Attributes:
+        every: tokens from one cut to the next.
+        reaches: of groups with a window that is shorter than that, by the bytes of the group in a
+            key: how far behind a cut the last block that it needs may end, and how far in front of
+            that end the others, in tokens.
+    """
+
+    every: int = 1
+    reaches: Mapping[bytes, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, facts: EngineFacts, groups: Sequence[Any]) -> Cuts:
+        """Return the cuts of an engine with these KV groups of vLLM's.
+
+        The rule for windows is that of vLLM's ``SlidingWindowManager.reachable_block_mask``.
         """
-        return len(set(self.block_sizes)) == 1
+        every, windows = 1, list[tuple[bytes, int, int, int]]()
+        for group in facts.groups:
+            size = group.tokens_per_page * facts.pages_per_block
+            vllm_group = groups[group.group_id]
+            spec = vllm_group.kv_cache_spec
+            spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+            if not any(kind.__name__ == "SlidingWindowSpec" for kind in type(spec).__mro__):
+                every = math.lcm(every, size)
+                continue
+            is_draft = getattr(vllm_group, "is_eagle_group", False)
+            reach = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
+            num_blocks = -(-reach // size) + is_draft
+            windows.append((group_bytes(group.group_id), size, is_draft * size, num_blocks * size))
+        return cls(
+            every,
+            {
+                group: (shift, reach)
+                for group, size, shift, reach in windows
+                if every % size == 0 and reach < every
+            },
+        )
+
+    def need(self, key: bytes, end: int) -> bool:
+        """Return whether a cut needs the block that ends at this token."""
+        found = self.reaches.get(key[-GROUP_BYTES:])
+        return found is None or (found[0] - end) % self.every < found[1]
 
 
 def depth(end: int, block_size: int) -> int:
@@ -170,12 +223,18 @@ class RequestBlocks:
         """Return all blocks, the prompt's start first; those as well that vLLM's pool had."""
         return sorted(self.ends, key=self.ends.__getitem__)
 
-    def path(self, block_size: int) -> list[bytes]:
-        """Return ``in_order``, without the ends of prompts that are no whole blocks.
+    def path(self, block_size: int, cuts: Cuts) -> list[bytes]:
+        """Return those of ``in_order`` that a cut needs, without the ends of prompts.
 
-        vLLM tries many of these where it looks for the state of recurrent layers.
+        The ends are no whole blocks: vLLM tries many of them where it looks for the state of
+        recurrent layers. block_size: greatest common divisor of the groups' blocks.
         """
-        return [key for key in self.in_order() if self.ends[key] % block_size == 0]
+        ends = self.ends
+        return [
+            key
+            for key in self.in_order()
+            if (end := ends[key]) % block_size == 0 and cuts.need(key, end)
+        ]
 
     def after(self, num_tokens: int) -> list[bytes]:
         """Return the blocks that end behind the first tokens: group by group, in prompt order."""

@@ -16,7 +16,6 @@ from kvtier.connectors.vllm.shared.names import VllmNames
 from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, Shape
 from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.index import make_key_index
-from kvtier.index.policies.replayed import LRU
 from kvtier.node.client.cache import NodeCache
 from kvtier.node.client.channel import NodeClient
 from kvtier.tiers import DistantAllocator, Quota, SlotAllocator
@@ -71,7 +70,7 @@ def rank_tiers(
     host = DistantAllocator(num_slots[HOST])
     allocators: dict[str, SlotAllocator] = {HOST: host}
     allocators |= {name: Quota(partial(limit, name, num_slots[name])) for name in mover.storages}
-    policies = dict.fromkeys(allocators, eviction_policy if shape.is_cut_alike else LRU)
+    policies = dict.fromkeys(allocators, eviction_policy)
     group_bytes = 0 if shape.has_one_group else GROUP_BYTES
     index = make_key_index(policies, lambda: names.digest, group_bytes)
     cache = LocalBlockCache(
