@@ -158,6 +158,7 @@ class KeyIndex : public bound::Blocks<keys::KeyIndex> {
                           }));
   }
 
+  void set_num_last(std::size_t num_places) { index_.set_num_last(num_places); }
   void asked(nb::handle keys, double now) {
     bound::to_time(now);
     const GivenKeys given(keys);
@@ -304,6 +305,7 @@ void bind_key_index(nb::module_& module) {
       .def("make", &KeyIndex::make, nb::arg("keys"), nb::lock_self())
       .def("write_new", &KeyIndex::write_new, nb::arg("keys"), nb::arg("tier"), nb::arg("slots"),
            nb::lock_self())
+      .def("set_num_last", &KeyIndex::set_num_last, nb::arg("num_places"), nb::lock_self())
       .def("asked", &KeyIndex::asked, nb::arg("keys"), nb::arg("now"), nb::lock_self())
       .def("retain", &KeyIndex::retain, nb::arg("keys"), nb::arg("block_hint"), nb::arg("now"),
            nb::lock_self())

@@ -104,8 +104,9 @@ void KeyIndex::enter(Index row, std::size_t column, Index before, policy::Key na
   here.enter(row, behind, name);
 }
 
-// Calls tell(column) for each learned column. names_ has the places of the prompt; found_ has the
-// first of them, as far as the column has a block of each.
+// Calls tell(column, path) for each learned column. path: the places of the prompt, or those that
+// the column has or is expected to get. found_ has the first of them, as far as the column has a
+// block of each.
 template <typename Tell>
 void KeyIndex::tell_of_prompt(std::span<const Key> keys, Tell&& tell) {
   names_.clear();
@@ -122,6 +123,8 @@ void KeyIndex::tell_of_prompt(std::span<const Key> keys, Tell&& tell) {
   for (const Order& order : orders_) {
     if (!order.learned) continue;
     found_.clear();
+    path_.clear();
+    const bool has_gaps = num_last_ < ends_.size();
     std::size_t i = 0;
     for (std::size_t at = 0; at < ends_.size(); i = ends_[at++]) {
       Index place = kNone;
@@ -129,20 +132,32 @@ void KeyIndex::tell_of_prompt(std::span<const Key> keys, Tell&& tell) {
         if (asked_[i] != kNone && order.learned->has(asked_[i]))
           place = order.learned->place(asked_[i]);
       if (place == kNone && known_.has_groups()) place = order.learned->find(names_[at]);
-      if (place == kNone) break;
+      if (place == kNone && !has_gaps) break;
+      if (place == kNone) {
+        if (at + num_last_ >= ends_.size()) path_.push_back(names_[at]);
+        continue;
+      }
+      if (has_gaps) {
+        path_.resize(found_.size());
+        path_.push_back(names_[at]);
+      }
       found_.push_back(place);
     }
-    tell(*order.learned);
+    const std::vector<policy::Key>& path = has_gaps ? path_ : names_;
+    if (!path.empty()) tell(*order.learned, path);
   }
 }
 
 void KeyIndex::asked(std::span<const Key> keys, double now) {
-  tell_of_prompt(keys, [&](LearnedColumn& column) { column.asked(names_, found_, now); });
+  tell_of_prompt(keys, [&](LearnedColumn& column, std::span<const policy::Key> path) {
+    column.asked(path, found_, now);
+  });
 }
 
 void KeyIndex::retain(std::span<const Key> keys, const policy::BlockHint& said, double now) {
-  tell_of_prompt(
-      keys, [&](LearnedColumn& column) { column.live().retain(names_, found_, said, now); });
+  tell_of_prompt(keys, [&](LearnedColumn& column, std::span<const policy::Key> path) {
+    column.live().retain(path, found_, said, now);
+  });
 }
 
 // By place, in order.

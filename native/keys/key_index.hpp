@@ -79,6 +79,8 @@ class KeyIndex {
 
   // -- requests
 
+  // Set how many of the last places of a prompt are kept; see kvtier.index.KeyIndex.
+  void set_num_last(std::size_t num_places) { num_last_ = num_places; }
   // Report a request. keys: of its prompt, without repetition; keys of one place are neighbours.
   void asked(std::span<const Key> keys, double now);
   // Apply a retention hint to a prompt.
@@ -154,8 +156,10 @@ class KeyIndex {
   KnownBlocks known_;
   KeyRows& rows_;  // of the known blocks
   std::vector<Order> orders_;
+  std::size_t num_last_ = static_cast<std::size_t>(-1);
   // Kept from call to call, to spare allocations.
   std::vector<policy::Key> names_;
+  std::vector<policy::Key> path_;
   std::vector<Index> asked_;       // rows of a prompt
   std::vector<std::size_t> ends_;  // of its places, in `asked_`
   std::vector<Index> found_;

@@ -43,7 +43,7 @@ class Told:
         self.asked: list[list[int]] = []
         self.behind: list[tuple[list[int], int]] = []
         self.fails = False
-        self.asking = PromptReporter(pools.pool, PAGE)
+        self.asking = PromptReporter([pools.pool], PAGE)
         monkeypatch.setattr(pools.pool, "on_request", self._asked)
         monkeypatch.setattr(pools.pool, "continues", self._continues)
 
@@ -143,14 +143,13 @@ def test_one_place_decides_who_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     def hooked(*rest: Any) -> Any:
         return hook(*rest)
 
-    assert policy_of(settings, None, ["kv"], {}) == LRU, "an older SGLang"
-    assert policy_of(settings, None, ["kv"], {name: hook}) == LRU, "the hook did not take"
+    assert policy_of(settings, None, {}) == LRU, "an older SGLang"
+    assert policy_of(settings, None, {name: hook}) == LRU, "the hook did not take"
     monkeypatch.setattr(f"{__name__}.run_batch", hooked)
-    assert policy_of(settings, None, ["kv"], {name: hook}) == RUNS
-    assert policy_of(settings, None, ["kv", "swa"], {name: hook}) == LRU
+    assert policy_of(settings, None, {name: hook}) == RUNS
     decode = SimpleNamespace(disaggregation_mode="decode")
-    assert policy_of(settings, decode, ["kv"], {name: hook}) == LRU
+    assert policy_of(settings, decode, {name: hook}) == LRU
     lru = StorageSettings.read({**DISK, "eviction_policy": LRU})
-    assert policy_of(lru, None, ["kv"], {name: hook}) == LRU
+    assert policy_of(lru, None, {name: hook}) == LRU
     with pytest.raises(ConfigError, match="'fifo'; use one of runs, lru, arc"):
         StorageSettings.read({**DISK, "eviction_policy": "fifo"})

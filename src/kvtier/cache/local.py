@@ -412,6 +412,9 @@ class LocalBlockCache(BlockCache):
         slots = self._index.slots(self._known(keys), self.memory)
         return [self._tiers[tier] for tier in self.slots.sources[as_array(slots)].tolist()]
 
+    def set_num_last(self, num_blocks: int) -> None:
+        self._index.set_num_last(num_blocks)
+
     def on_request(self, keys: Iterable[bytes]) -> None:
         if self._actions.has_prefetches:
             keys = list(keys)

@@ -304,6 +304,10 @@ class StorageOnlyCache:
 
     # -- use, from which policies learn ------------------------------------------------------------
 
+    def set_num_last(self, num_blocks: int) -> None:
+        """Set how many of the last blocks of a prompt are stored; see ``KeyIndex``."""
+        self._index.set_num_last(num_blocks)
+
     def on_request(self, keys: Iterable[bytes]) -> None:
         """Report a new request, once. keys: all blocks of its prompt, in its order."""
         self._index.on_request(keys, self._clock())

@@ -198,6 +198,14 @@ class KeyIndex(BlockIndex):
 
     # -- requests, where a policy learns -----------------------------------------------------------
 
+    def set_num_last(self, num_blocks: int) -> None:
+        """Set how many of the last blocks of a prompt will be written, if not all.
+
+        For KV that a prompt needs only in front of a cut, such as a window's or a state. Of the
+        other blocks of a prompt, policies count those that are cached for earlier prompts.
+        """
+        return
+
     @abstractmethod
     def on_request(self, keys: Iterable[bytes], now: float) -> None:
         """Report a new request to learning policies.

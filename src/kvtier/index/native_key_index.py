@@ -94,6 +94,9 @@ class NativeKeyIndex(NativeBlocks, KeyIndex):
 
     # -- requests ---------------------------------------------------------------------------------
 
+    def set_num_last(self, num_blocks: int) -> None:
+        self._core.set_num_last(num_blocks)
+
     def on_request(self, keys: Iterable[bytes], now: float) -> None:
         self._core.asked(_core_keys(keys), now)
 

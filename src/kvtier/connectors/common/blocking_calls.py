@@ -153,6 +153,11 @@ class BlockingCalls:
         """Whether a policy learns from requests."""
         return self.cache.learns
 
+    def set_num_last(self, num_blocks: int) -> None:
+        """Set how many of the last blocks of a prompt are stored, if not all."""
+        with self._lock:
+            self.cache.set_num_last(num_blocks)
+
     def on_request(self, keys: Sequence[bytes]) -> None:
         """Report a new request to policies that learn. Call it once per request.
 
@@ -418,6 +423,9 @@ class SlabReads:
 
     learns = False
     """Only the slab's owner reports requests to its policy."""
+
+    def set_num_last(self, num_blocks: int) -> None:
+        """Do nothing: the slab's owner gets the same call."""
 
     def on_request(self, keys: Sequence[bytes]) -> None:
         """Do nothing: the slab's owner gets the same call."""

@@ -148,13 +148,13 @@ class KvtierStorage(HiCacheStorage):
         name = "storage_capacity" if self._settings.locations else "disk_capacity"
         num_bytes = self._settings.size(name)
         capacities = pool_capacities(name, num_bytes, self._config, self._options, page_bytes)
-        policy = policy_of(self._settings, self._options, pages, prefetch_hooks())
+        policy = policy_of(self._settings, self._options, prefetch_hooks())
         self._publishes = TIER_EVENTS.add(self._options, self._take_changes)
         for name, each in pages.items():
             self._slabs[name] = self._open(name, each, capacities[name], policy)
         page_size = pages[KV].page_size
         self._recording = Recording(self._settings, self._config, page_size, replica_of())
-        if self._slabs[KV].calls.learns:
+        if self._learns:
             PREFETCHES.listeners.append(self._requests.append)
         self._hints = HintReader(self._settings, self._config, self._requests.append)
         WATCH.step_listeners.append(self._observe_prefill)
@@ -214,6 +214,11 @@ class KvtierStorage(HiCacheStorage):
         )
         return PoolSlab(pages, calls)
 
+    @property
+    def _learns(self) -> bool:
+        """Whether the policy of some pool learns from requests."""
+        return any(slab.calls.learns for slab in self._slabs.values())
+
     def _slab(self) -> PoolSlab:
         return self._opened()[KV]
 
@@ -224,18 +229,18 @@ class KvtierStorage(HiCacheStorage):
         return self._slabs
 
     def _report_requests(self) -> None:
-        """Report the requests that have joined the queue, and hints, to the KV pool's policy."""
+        """Report the requests that have joined the queue, and hints, to the pools' policies."""
         while self._requests:
             try:
                 request = self._requests.popleft()
             except IndexError:  # another thread was faster
                 return
-            pages, calls = self._slabs[KV]
-            keys = request.keys(pages.page_size)
-            if keys and request.hint:
-                calls.hint(keys, request.hint)
-            elif keys:
-                calls.on_request(keys)
+            keys = request.keys(self._slabs[KV].pages.page_size)
+            for slab in self._slabs.values() if keys else ():
+                if request.hint:
+                    slab.calls.hint(keys, request.hint)
+                else:
+                    slab.calls.on_request(keys)
 
     # -- called by SGLang's controller -------------------------------------------------------------
 
@@ -318,6 +323,7 @@ class KvtierStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
+        self._note_reach(pool_transfers or ())
         slabs = self._opened()
         names, num_before = self._keys(keys), len(_before(extra_info))
         num_pages = self._num_to_load(names, num_before)
@@ -335,6 +341,13 @@ class KvtierStorage(HiCacheStorage):
         found = PoolTransferResult(cuts[-1] if cuts else 0, longest if num_pages else {})
         found.restorable_prefix_pages = cuts  # unused before 0.5.23
         return found
+
+    def _note_reach(self, transfers: Sequence[PoolTransfer]) -> None:
+        """Note how many pages in front of a cut the pools keep, before requests are reported."""
+        for transfer in transfers:
+            slab, num_last = self._slabs.get(str(transfer.name)), len(transfer.keys or ())
+            if slab and transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:
+                slab.calls.set_num_last(max(1, num_last))
 
     def batch_get_v2(
         self,
@@ -454,7 +467,7 @@ class KvtierStorage(HiCacheStorage):
             WATCH.step_listeners.remove(self._observe_prefill)
             NEW_WEIGHTS.listeners.remove(self)
             TIER_EVENTS.remove(self._take_changes)
-            if self._slabs[KV].calls.learns:
+            if self._learns:
                 PREFETCHES.listeners.remove(self._requests.append)
             self._hints.close()
             self._requests.clear()

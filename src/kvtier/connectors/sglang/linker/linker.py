@@ -134,7 +134,7 @@ class KvtierLinker(UnifiedCacheLinker):
             caches, self._page_size, block_bytes, settings.always_loads
         )
         self.gate = scheduler_hooks.QueueGate(self._promotion)
-        self.asking = PromptReporter(caches[KV], self._page_size)
+        self.asking = PromptReporter([*caches.values()], self._page_size)
         self._prompt = WaitingPrompt(0, 0)
         self._is_closed = False
         self._offloads: deque[Offload] = deque()
@@ -173,7 +173,7 @@ class KvtierLinker(UnifiedCacheLinker):
         def capacities(setting: str) -> Mapping[str, int]:
             return pool_capacities(setting, settings.size(setting), config, options, page_bytes)
 
-        policy = policy_of(settings, options, page_bytes, scheduler_hooks.reporting_hooks())
+        policy = policy_of(settings, options, scheduler_hooks.reporting_hooks())
         in_host = capacities("host_capacity")
         on_disk = capacities("disk_capacity") if settings.disk_path else {}
         in_stores = capacities("storage_capacity") if settings.locations else {}
@@ -250,6 +250,9 @@ class KvtierLinker(UnifiedCacheLinker):
         self._audits.pages.begin_look_up()
         theirs = next(pool.keys for pool in transfers if pool.name == PoolName.KV)
         keys = self._audits.pages.keyed(page_keys(theirs))
+        for name, num_last in needs.items():
+            if num_last:
+                self._linked[name].cache.set_num_last(num_last)
         self.asking.look_up(keys)
         if not self._settings.mode.loads or self._audits.pages.is_closed:
             self._remember(keys, prompt.num_cached // self._page_size)

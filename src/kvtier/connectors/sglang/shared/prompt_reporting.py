@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,24 +35,17 @@ MAX_NOTED = 4096
 """Most requests remembered: those reported lately, and those not reported yet."""
 
 
-def policy_of(
-    settings: StoreSettings, options: object, pools: Collection[str], hooks: Hooks
-) -> str:
-    """Return the eviction policy to use.
-
-    It is LRU if SGLang does not report requests, or if several pools would have to agree.
+def policy_of(settings: StoreSettings, options: object, hooks: Hooks) -> str:
+    """Return the eviction policy to use. It is LRU if SGLang does not report requests.
 
     Args:
         settings: the user's settings.
         options: SGLang's ``ServerArgs``, or None.
-        pools: names of the pools.
         hooks: the hooks that report requests; none if this SGLang does not support them.
     """
     if settings.eviction_policy == LRU:
         return LRU
-    if len(pools) > 1:
-        reason = f"of {len(pools)} pools some need no prefix"
-    elif getattr(options, "disaggregation_mode", None) == "decode":
+    if getattr(options, "disaggregation_mode", None) == "decode":
         reason = "a server that only decodes looks nothing up"
     elif not hooks or missing(hooks):
         reason = "this SGLang does not tell of whole prompts"
@@ -77,11 +70,12 @@ class PromptReporter:
 
     A request that was not reported is served nevertheless.
 
-    cache: the cache of the KV pool. page_size: tokens per page.
+    caches: those of the pools, that of the KV pool first. page_size: tokens per page.
     """
 
-    def __init__(self, cache: BlockCache, page_size: int) -> None:
-        self._cache = cache
+    def __init__(self, caches: Sequence[BlockCache], page_size: int) -> None:
+        self._caches = caches
+        self._cache = caches[0]
         self._page_size = page_size
         self._told: dict[int, weakref.ref[Any]] = {}  # reported requests, by their ``id``
         self._now: tuple[Any, int, Callable[[], Sequence[str]]] | None = None
@@ -120,7 +114,9 @@ class PromptReporter:
             return  # some cached pages are not hashed yet
         at = id(req)
         self._told[at] = weakref.ref(req, lambda _: self._told.pop(at, None))
-        self._cache.on_request([*page_keys(first), *keys])
+        prompt = [*page_keys(first), *keys]
+        for cache in self._caches:
+            cache.on_request(prompt)
 
     def _is_told(self, req: Any) -> bool:
         known = self._told.get(id(req))
