@@ -59,7 +59,7 @@ SIZES: Mapping[str, Any] = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 32,  # with few, many scores are 0, and chance decides among them
     "index_topk": 64,
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,

@@ -20,7 +20,7 @@ from transformers import DynamicCache, Qwen3ForCausalLM
 
 import kvtier
 from kvtier.connectors.transformers.attached import Attached
-from kvtier.connectors.transformers.cache_layers import CACHE_FIELD
+from kvtier.connectors.transformers.cache_layers import CACHE_FIELD, INDEXED
 from kvtier.core.config import CacheConfig
 from kvtier.core.errors import ConfigError, UsageError
 from kvtier.core.types import LoadPolicy
@@ -451,6 +451,20 @@ def test_a_model_with_recurrent_layers_is_restored_at_snapshots(kind: str, tmp_p
         for ids in (longer, fork):
             assert are_equal(answer(model, ids), expected[ids])
         assert cache.stats().reused_tokens == {"disk": 128 + 96 - 48, "host": 48}
+
+
+@pytest.mark.skipif(not INDEXED, reason="a transformers without cache layers for an indexer")
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_an_indexers_keys_are_restored_with_the_latents(kind: str, tmp_path: Path) -> None:
+    """Of 150 tokens the indexer chooses 64, so its keys decide on the logits."""
+    model, ids = other_model(kind), prompt(0, 150)
+    expected = on_grid(model, ids)
+    disk = {"disk_path": str(tmp_path), "disk_capacity": "8MiB"}
+    for found in ("host", "disk"):
+        with attached(model, **disk) as cache:
+            assert are_equal(answer(model, ids), expected)
+            assert are_equal(answer(model, ids), expected)
+            assert cache.stats().reused_tokens[found] >= 9 * CHUNK
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -49,6 +49,7 @@ MAX_DIFFERENCE, MAX_MEDIAN = 1e-2, 1e-1
 the worst token in float32, else of the median one: rounding sends tokens to other experts."""
 
 SLIDING = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+INDEXER = "indexer_keys"
 RECURRENT = (
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -56,7 +57,11 @@ RECURRENT = (
 )
 WITHOUT_KV = [vars(cache_utils)[name] for name in ("DummyLayer",) if name in vars(cache_utils)]
 """Classes of layers that keep nothing; transformers 5.20 has none."""
-KNOWN_LAYERS = (DynamicLayer, *SLIDING, *RECURRENT, *WITHOUT_KV)
+INDEXED = tuple(
+    vars(cache_utils)[name] for name in ("DynamicIndexedLayer",) if name in vars(cache_utils)
+)
+"""Classes of layers with an indexer's keys beside K and V, if this transformers has them."""
+KNOWN_LAYERS = (DynamicLayer, *SLIDING, *RECURRENT, *INDEXED, *WITHOUT_KV)
 """Classes whose content is known here; a subclass may keep more."""
 
 CACHE_FIELD = (
@@ -85,8 +90,9 @@ class NoFloat32Error(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """K or V of one layer in a block: [num_heads, block_tokens, dim].
+    """K, V or an indexer's keys of one layer in a block: [num_heads, block_tokens, dim].
 
+    An indexer's keys (``indexer_keys``) have no axis of heads in transformers' cache layer.
     window: last tokens that the layer keeps, less one; 0 for all.
     offset, num_bytes: in the block.
     """
@@ -99,6 +105,10 @@ class Piece:
     window: int
     offset: int
     num_bytes: int
+
+    def of(self, cache: DynamicCache) -> torch.Tensor:
+        """Return the tensor of a cache that blocks have pieces of: [batch, heads, tokens, dim]."""
+        return _with_heads(getattr(cache.layers[self.layer], self.name), self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +175,13 @@ class CacheLayers:
         if not layer.is_initialized:
             raise UnsupportedModelError(f"layer {at} has no KV of its own")
         window = layer.sliding_window - 1 if isinstance(layer, SLIDING) else 0
-        for name in ("keys", "values"):
-            tensor = getattr(layer, name)
+        names = ["keys", "values"]
+        if getattr(layer, INDEXER, None) is not None:  # layers may share the indexer of one
+            names.append(INDEXER)
+        if getattr(layer, "indexer_position_ids", None) is not None:
+            raise UnsupportedModelError(f"layer {at} keeps positions beside its indexer's keys")
+        for name in names:
+            tensor = _with_heads(getattr(layer, name), name)
             if (
                 tensor.ndim != 4
                 or tensor.shape[0] != 1
@@ -271,7 +286,8 @@ class CacheLayers:
         if cache.offloading:
             return False
         if not cache.layers:
-            return cache.layer_class_to_replicate is DynamicLayer and not self.states
+            is_plain = not self.states and not set(self._classes).intersection(INDEXED)
+            return cache.layer_class_to_replicate is DynamicLayer and is_plain
         return [type(layer) for layer in cache.layers] == self._classes and all(
             map(_is_empty, cache.layers)
         )
@@ -291,7 +307,7 @@ class CacheLayers:
         """
         num_tokens, parts = len(slots) * self.block_tokens, []
         for piece in self.pieces:
-            tensor: torch.Tensor = getattr(cache.layers[piece.layer], piece.name)
+            tensor = piece.of(cache)
             first = (tensor.shape[2] if piece.window else end) - num_tokens
             if first < 0:
                 tensor, first = torch.nn.functional.pad(tensor, (0, 0, -first, 0)), 0
@@ -343,7 +359,7 @@ class CacheLayers:
         """
         self._make_layers(cache)
         for piece in self.pieces:
-            parts = [getattr(row.layers[piece.layer], piece.name)[0] for row in rows]
+            parts = [piece.of(row)[0] for row in rows]
             length = min(num_tokens, piece.window or num_tokens)
             shape = (len(rows), piece.num_heads, length, piece.dim)
             joined = torch.zeros(shape, dtype=piece.dtype, device=self._devices[piece.layer])
@@ -389,9 +405,11 @@ class CacheLayers:
     @staticmethod
     def _put(cache: DynamicCache, piece: Piece, tensor: torch.Tensor, num_tokens: int) -> None:
         """Set K or V of an empty layer. Its own ``update`` would copy the tensor once more."""
-        layer = cache.layers[piece.layer]
-        assert isinstance(layer, DynamicLayer)
-        if not layer.is_initialized:
+        layer: Any = cache.layers[piece.layer]
+        if piece.name == INDEXER:
+            layer.lazy_initialization_indexer(tensor)
+            tensor = tensor[:, 0]
+        elif not layer.is_initialized:
             layer.lazy_initialization(tensor, tensor)
         setattr(layer, piece.name, tensor)
         if isinstance(layer, SLIDING):
@@ -430,6 +448,11 @@ class _Row:
         offset = self.num_bytes
         self.num_bytes += -(-size // ALIGN_BYTES) * ALIGN_BYTES
         return offset
+
+
+def _with_heads(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a layer's tensor with an axis of heads, which an indexer's keys lack."""
+    return tensor[:, None] if name == INDEXER else tensor
 
 
 def _is_empty(layer: object) -> bool:
