@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -225,10 +226,23 @@ def test_requests_are_told_of_once_with_all_of_their_prompts(
     assert told == [whole, whole, whole[:4]]
 
 
-def test_pools_beside_the_kv_have_what_was_used_longest_ago_leave_first(opens: Opens) -> None:
-    from sglang.srt.mem_cache.hicache_storage import PoolName
+def test_each_pool_learns_and_knows_how_many_of_a_prompts_pages_it_gets(
+    opens: Opens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
     hook()
-    kv, swa = (host_pool("mha", "page_first") for _ in range(2))
-    storage = opens(kv, sides={PoolName.SWA: swa})
-    assert not any(slab.calls.learns for slab in storage._slabs.values())
+    kv, swa, indexer = (host_pool("mha", "page_first") for _ in range(3))
+    storage = opens(kv, sides={PoolName.SWA: swa, PoolName.INDEXER: indexer})
+    told: list[tuple[str, object]] = []
+    for name, slab in storage._slabs.items():
+        assert slab.calls.learns
+        for call in ("on_request", "set_num_last"):
+            heard = partial(lambda name, given: told.append((name, given)), name)
+            monkeypatch.setattr(slab.calls.cache, call, heard)
+    keys = Controller(storage).joins(range(5), rid="a")
+    window = PoolTransfer(PoolName.SWA, keys=keys[:2], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    all_pages = PoolTransfer(PoolName.INDEXER, keys=keys, hit_policy=PoolHitPolicy.ALL_PAGES)
+    storage.batch_exists_v2(keys, [window, all_pages])
+    whole = [bytes.fromhex(key) for key in keys]
+    assert told == [("swa", 2), ("kv", whole), ("swa", whole), ("indexer", whole)]
