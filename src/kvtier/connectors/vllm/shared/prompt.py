@@ -102,7 +102,10 @@ class Cuts:
     def need(self, key: bytes, end: int) -> bool:
         """Return whether a cut needs the block that ends at this token."""
         found = self.reaches.get(key[-GROUP_BYTES:])
-        return found is None or (found[0] - end) % self.every < found[1]
+        if found is None:
+            return True
+        shift, reach = found
+        return (shift - end) % self.every < reach and not 0 < end <= shift  # no cut is at 0
 
 
 def depth(end: int, block_size: int) -> int:
