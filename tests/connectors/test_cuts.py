@@ -1,4 +1,4 @@
-"""Which blocks of several KV groups a cut of a prompt needs."""
+"""Blocks of several KV groups that a cut of a prompt needs."""
 
 from __future__ import annotations
 

@@ -456,7 +456,7 @@ def test_a_model_with_recurrent_layers_is_restored_at_snapshots(kind: str, tmp_p
 @pytest.mark.skipif(not INDEXED, reason="a transformers without cache layers for an indexer")
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
 def test_an_indexers_keys_are_restored_with_the_latents(kind: str, tmp_path: Path) -> None:
-    """Of 150 tokens the indexer chooses 64, so its keys decide on the logits."""
+    """The indexer chooses 64 of 150 tokens, so its keys decide on the logits."""
     model, ids = other_model(kind), prompt(0, 150)
     expected = on_grid(model, ids)
     disk = {"disk_path": str(tmp_path), "disk_capacity": "8MiB"}
