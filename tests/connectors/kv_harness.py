@@ -24,6 +24,7 @@ from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.names import EngineFacts, GroupFacts, VllmNames
 from kvtier.connectors.vllm.shared.pages import LayerSize, tell_pages
 from kvtier.connectors.vllm.shared.prompt import Shape
+from kvtier.connectors.vllm.shared.reach import WHOLE, GroupReach
 from kvtier.connectors.vllm.shared.step import DueRequests
 from kvtier.connectors.vllm.shared.tiers import node_tiers, rank_tiers
 from kvtier.connectors.vllm.shared.worker import RankLimits, TierWorker
@@ -46,7 +47,7 @@ class KvHarness:
 
     num: pages per block. replicated: all ranks compute the same KV, and map the same host memory.
     node: socket of a node that has the memory. mode: whether requests load, and store. audit: share
-    of hits that are audited; its KV is of numbers of 8 bits then.
+    of hits that are audited; its KV is of numbers of 8 bits then. reaches: of each KV group.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class KvHarness:
         node: Path | None = None,
         mode: CacheMode = CacheMode.BOTH,
         audit: float = 0.0,
+        reaches: Sequence[GroupReach] = (WHOLE,),
     ) -> None:
         self.num = num
+        names_of = [tuple(f"{name}{at or ''}" for name in LAYERS) for at in range(len(reaches))]
         facts = EngineFacts(
-            (GroupFacts(0, PAGE, LAYERS),),
+            tuple(GroupFacts(at, PAGE, names_of[at], reach) for at, reach in enumerate(reaches)),
             len(LAYERS) * PAGE_BYTES,
             num,
             PAGE,
@@ -72,7 +75,7 @@ class KvHarness:
         num_shards = facts.num_shards
         mover = RankMover({}, SLOT_BYTES, num_ranks, num_shards, device=DEVICE)
         names = VllmNames(facts, SLOT_BYTES, "vllm")
-        shape = Shape((PAGE * num,), SLOT_BYTES, num_shards)
+        shape = Shape((PAGE * num,) * len(reaches), SLOT_BYTES, num_shards)
         clients: list[NodeClient | None] = [None] * num_ranks
         if node is None:
             tiers = rank_tiers(mover, {HOST: num_slots}, names, shape)
@@ -93,10 +96,10 @@ class KvHarness:
         )
         self.half = SchedulerHalf(manager, facts, DueRequests())
         self.caches = [
-            {name: torch.zeros(SHAPE, dtype=torch.uint8) for name in LAYERS}
+            {name: torch.zeros(SHAPE, dtype=torch.uint8) for each in names_of for name in each}
             for _ in range(num_ranks)
         ]
-        layers = [[LayerSize(name, [PAGE_BYTES]) for name in LAYERS]]
+        layers = [[LayerSize(name, [PAGE_BYTES]) for name in each] for each in names_of]
         self.ranks = []
         for rank, caches in enumerate(self.caches):
             pages = tell_pages(caches, layers, NUM_PAGES)
@@ -138,8 +141,11 @@ class KvHarness:
     def asks(self, request: Any, num_computed: int = 0) -> int | None:
         return self.half.num_to_load(self.half.begin(request), num_computed)
 
-    def gets_pages(self, request: Any, pages: Sequence[int], num_external: int = 0) -> None:
-        blocks: Any = SimpleNamespace(get_block_ids=lambda: (list(pages),))
+    def gets_pages(
+        self, request: Any, pages: Sequence[int], num_external: int = 0, *others: Sequence[int]
+    ) -> None:
+        """Note a request's pages. others: those in further KV groups."""
+        blocks: Any = SimpleNamespace(get_block_ids=lambda: (list(pages), *map(list, others)))
         self.half.on_pages(self.half.begin(request), blocks, num_external)
 
     def message(self, *scheduled: tuple[Any, Sequence[int], int], **more: Any) -> StepMessage:
@@ -180,7 +186,8 @@ class KvHarness:
             stored, loaded = rank.take_finished()
             self.stored |= stored
             self.loaded |= loaded
-            self.failed |= rank.take_failed_pages()
+            jobs = rank.take_failed()
+            self.failed.update(page for job in jobs for part in job.pages for page in part.pages)
             said = rank.take_message()
             messages += [] if said is None else [said]
         if messages:

@@ -57,7 +57,7 @@ class Audited(KvHarness):
         cache, keys, is_there = self.half.manager.cache, self._keys(), False
         while not is_there:  # a node's memory is attached to with a deadline
             first = self.serve("first", text, pages)
-            self.half.finish(first, pages)
+            self.half.finish(first, [pages])
             self.step()
             is_there = set(cache.lookup(keys).states) == {BlockState.MEMORY}
             cache.poll()
@@ -123,8 +123,8 @@ class Audited(KvHarness):
         request = self.request("keys", self.text)
         tracked = self.half.begin(request)
         self.half._hash(tracked)
-        self.half.finish(request, ())
-        return tracked.keys
+        self.half.finish(request, [()])
+        return list(tracked.groups[0].keys)
 
 
 @pytest.mark.parametrize("options", [{}, {"num": 2}, {"num_ranks": 2}, {"replicated": True}])
@@ -137,7 +137,7 @@ def test_recomputed_blocks_that_are_equal_are_counted_and_stored_once(
     used = harness.half.manager.cache.usage()
     for number, cut in enumerate((1, 0)):
         request = harness.recompute(f"audited {number}", cut)
-        assert harness.half.finish(request, range(10, 17)) is False
+        assert harness.half.finish(request, [range(10, 17)]) is False
         assert harness.outcomes() == {AuditOutcome.EQUAL: number + 1}
     assert harness.half.manager.cache.usage() == used, "nothing was stored again"
     harness.half.manager.cache.check_invariants()
@@ -168,7 +168,7 @@ def test_difference_is_logged_with_its_place_and_quarantined(
     manager.audits.auditor.quarantine.add(manager.audits.auditor.quarantine.names(bytes(32))[-1])
     manager.audits.renamed(harness.request("last", TEXT), scope)
     assert scope.kept == scope.shared == 0, "nothing is kept after a second difference"
-    harness.half.finish(request, range(10, 17))
+    harness.half.finish(request, [range(10, 17)])
     manager.cache.check_invariants()
     harness.close()
 
@@ -234,7 +234,7 @@ def test_one_audit_is_in_flight_at_a_time_and_ends_with_its_request() -> None:
     assert harness.asks(second) == len(TEXT), "loaded in full"
     assert harness.outcomes() == {AuditOutcome.SKIPPED: 1}
     assert harness.asks(first) == PAGE, "vLLM gets the same answer until the request runs"
-    harness.half.finish(first, ())
+    harness.half.finish(first, [()])
     assert harness.outcomes() == {AuditOutcome.SKIPPED: 2}
     third = harness.request("three", TEXT + "s")
     assert harness.asks(third) == PAGE
@@ -287,7 +287,7 @@ def test_reset_ends_the_audit_in_flight() -> None:
     assert harness.outcomes() == {}
     harness.fill(ALL_PAGES, seed=1)
     after = harness.serve("after", TEXT, ALL_PAGES)
-    harness.half.finish(after, ALL_PAGES)
+    harness.half.finish(after, [ALL_PAGES])
     harness.recompute("next", 0)
     assert harness.outcomes() == {AuditOutcome.EQUAL: 1}
     harness.half.manager.cache.check_invariants()
@@ -299,7 +299,7 @@ def test_blocks_that_the_planner_computes_are_audited_for_nothing() -> None:
     request = harness.request("declined", TEXT + "s")
     tracked = harness.half.begin(request)
     harness.half.num_to_load(tracked, 0)
-    tracked.state.declined = set(tracked.keys[3:])
+    tracked.state.declined = set(tracked.groups[0].keys[3:])
     harness.audits._considered.clear()
     assert harness.audits.begin(tracked.state, 0, 3 * PAGE, False) is False, "nothing is cut"
     harness.gets_pages(request, range(10, 17), 3 * PAGE)
@@ -316,14 +316,14 @@ def test_blocks_that_the_planner_computes_are_audited_for_nothing() -> None:
 def test_tolerance_is_learned_from_two_computations_of_a_block() -> None:
     """Equal ones teach nothing. An audited prompt is audited again until enough is known."""
     harness = Audited(3)
-    harness.half.finish(harness.recompute("first", 3), range(10, 17))
+    harness.half.finish(harness.recompute("first", 3), [range(10, 17)])
     harness.audits.auditor.share = 0.0
     tolerance = harness.audits.auditor.tolerance
     for number in range(MIN_LEARNED):
         assert tolerance.value == CAP
         harness.picks(2)
         again = harness.recompute(f"{number}", 2, nudge=(number + 1) % 2)
-        harness.half.finish(again, range(10, 17))
+        harness.half.finish(again, [range(10, 17)])
     assert 0 < tolerance.value < CAP
     assert harness.outcomes() == {AuditOutcome.EQUAL: 5, AuditOutcome.WITHIN_TOLERANCE: 4}
     unaudited = harness.request("last", TEXT + "s")
@@ -333,11 +333,11 @@ def test_tolerance_is_learned_from_two_computations_of_a_block() -> None:
 
 def test_prompt_whose_computations_are_equal_is_not_audited_for_ever() -> None:
     harness = Audited(3)
-    harness.half.finish(harness.recompute("first", 3), range(10, 17))
+    harness.half.finish(harness.recompute("first", 3), [range(10, 17)])
     harness.audits.auditor.share = 0.0
     for number in range(MIN_LEARNED):
         harness.picks(2)
-        harness.half.finish(harness.recompute(f"{number}", 2), range(10, 17))
+        harness.half.finish(harness.recompute(f"{number}", 2), [range(10, 17)])
     assert harness.asks(harness.request("last", TEXT + "s")) == len(TEXT)
     assert harness.audits.auditor.tolerance.value == CAP
     harness.close()
@@ -346,12 +346,12 @@ def test_prompt_whose_computations_are_equal_is_not_audited_for_ever() -> None:
 def test_computations_by_other_weights_teach_nothing() -> None:
     """The names of blocks stay, and such KV is unrelated: the tolerance would be the cap."""
     harness = Audited(0, 0, 0)
-    harness.half.finish(harness.recompute("before", 0), range(10, 17))
+    harness.half.finish(harness.recompute("before", 0), [range(10, 17)])
     harness.half.reset()
     harness.step()
     harness.fill(ALL_PAGES, seed=2)
-    harness.half.finish(harness.serve("new weights", TEXT, ALL_PAGES), ALL_PAGES)
-    harness.half.finish(harness.recompute("after", 0, seed=2), range(10, 17))
+    harness.half.finish(harness.serve("new weights", TEXT, ALL_PAGES), [ALL_PAGES])
+    harness.half.finish(harness.recompute("after", 0, seed=2), [range(10, 17)])
     assert harness.outcomes() == {AuditOutcome.EQUAL: 2}
     assert not harness.audits.auditor.tolerance._seen
     harness.close()

@@ -62,7 +62,7 @@ def test_pages_come_back_elsewhere_byte_for_byte(
     harness.fill(range(6), seed=1)
     before = harness.bytes_of(range(6))
     first = harness.serve("first", TEXT, range(6))
-    assert harness.half.finish(first, range(6)) is False, "nothing is under way any more"
+    assert harness.half.finish(first, [range(6)]) is False, "nothing is under way any more"
     harness.fill(range(24), seed=2)
     pages = [9, 20, 3, 14, 7, 11, 12]
     harness.load("again", TEXT, pages)
@@ -130,7 +130,7 @@ def test_an_engine_that_loads_only_reserves_nothing(
     cache = harness.half.manager.cache
     monkeypatch.setattr(cache, "reserve", _no_call)
     first = harness.serve("first", TEXT, range(6))
-    assert harness.half.finish(first, range(6)) is False, "its pages are free at once"
+    assert harness.half.finish(first, [range(6)]) is False, "its pages are free at once"
     assert cache.usage()[HOST].num_used == 0
     assert not harness.half.has_pending_work
 
@@ -163,7 +163,7 @@ def test_load_begins_within_a_block_behind_what_the_device_has(
 ) -> None:
     harness = make(num=2)
     harness.fill(range(6), seed=1)
-    harness.half.finish(harness.serve("first", TEXT, range(6)), range(6))
+    harness.half.finish(harness.serve("first", TEXT, range(6)), [range(6)])
     before = harness.bytes_of(range(3, 6))
     harness.fill(range(24), seed=2)
     untouched = harness.bytes_of([10, 11, 12])
@@ -193,7 +193,7 @@ def test_finished_request_keeps_its_pages_until_every_rank_has_stored_them(
     harness = make(num_ranks=2)
     request = harness.begin("first", TEXT, range(6))
     request.num_computed_tokens = len(TEXT)
-    assert harness.half.finish(request, range(6)) is True
+    assert harness.half.finish(request, [range(6)]) is True
     finishing = harness.message()
     assert finishing.finishing == ["first"]
     assert harness.half.has_pending_work
@@ -229,7 +229,7 @@ def test_request_that_is_aborted_while_it_loads_leaves_nothing_behind(
     assert harness.asks(again) == len(TEXT)
     harness.gets_pages(again, range(10, 17), len(TEXT))
     harness.run(harness.message(), ends=False)
-    assert harness.half.finish(again, range(10, 17)) is False
+    assert harness.half.finish(again, [range(10, 17)]) is False
     harness.hear()
     assert harness.loaded == {"again"}
     assert not harness.half._jobs
@@ -245,7 +245,7 @@ def test_request_that_is_aborted_while_another_connector_loads_its_pages_stores_
     assert harness.asks(request) == 0
     harness.gets_pages(request, range(6))
     request.num_computed_tokens = len(TEXT)
-    assert harness.half.finish(request, range(6)) is False
+    assert harness.half.finish(request, [range(6)]) is False
     harness.step()
     assert harness.half.manager.cache.usage()[HOST].num_used == 0
 
@@ -303,7 +303,7 @@ def test_blocks_are_stored_as_they_become_full(harness: KvHarness) -> None:
     assert harness.half.manager.cache.usage()[HOST].num_used == 2
     request.num_computed_tokens = 2 * PAGE + 2
     request.num_tokens = 2 * PAGE + 3
-    assert harness.half.finish(request, [0, 1, 2]) is False
+    assert harness.half.finish(request, [[0, 1, 2]]) is False
     assert harness.half.manager.cache.usage()[HOST].num_used == 2
 
 
@@ -331,7 +331,7 @@ def test_stores_that_were_to_begin_in_a_step_end_before_a_request_does(harness: 
     (rank,) = harness.ranks
     rank.begin_step(harness.message((request, range(6), len(TEXT))))
     request.num_computed_tokens = len(TEXT)
-    assert harness.half.finish(request, range(6)) is True
+    assert harness.half.finish(request, [range(6)]) is True
     rank.begin_step(NOTHING)  # vLLM did not end the step before
     harness.run(harness.message())
     assert harness.stored == {"first"}
@@ -440,7 +440,7 @@ def test_full_host_memory_stores_what_it_can_later(make: Callable[..., KvHarness
     harness.run(message)
     other.num_computed_tokens = len(TEXT)
     other.num_tokens = len(TEXT) + 1
-    keeps = harness.half.finish(other, range(16, 22))
+    keeps = harness.half.finish(other, [range(16, 22)])
     harness.step()
     assert keeps is bool(harness.stored)
 
@@ -475,7 +475,7 @@ def test_requests_of_a_step_are_stored_by_one_call_each_block_once(
     assert calls == [6 + 5]
     assert cache.usage()[HOST].num_used == 6 + 2
     for request, right in zip(requests, before, strict=True):
-        harness.half.finish(request, [])
+        harness.half.finish(request, [[]])
         pages = range(12, 12 + len(right[0][0]))
         again = harness.request(f"{request.request_id} again", "")
         again.block_hashes, again.num_tokens = request.block_hashes, request.num_tokens + 1
@@ -483,7 +483,7 @@ def test_requests_of_a_step_are_stored_by_one_call_each_block_once(
         harness.gets_pages(again, [*pages, 20], len(pages) * PAGE)
         harness.step()
         assert are_equal(harness.bytes_of(pages), right)
-        harness.half.finish(again, [])
+        harness.half.finish(again, [[]])
 
 
 def test_requests_of_a_step_that_have_no_room_together_are_stored_as_far_as_there_is(
@@ -521,7 +521,7 @@ def test_hints_of_an_orchestrator_are_followed_and_unknown_ones_counted(
     harness.asks(request)
     harness.gets_pages(request, range(6), 0)
     harness.step()
-    harness.half.finish(request, range(6))
+    harness.half.finish(request, [range(6)])
     assert heard == [Hint(back_in_s=5)]
     counted = harness.half.manager.counts.take()
     told = {labels[0]: num for (spec, labels), num in counted.items() if spec is VLLM_HINT_ACTIONS}

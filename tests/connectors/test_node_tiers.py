@@ -54,7 +54,7 @@ def test_pages_of_one_engine_come_to_another_byte_for_byte(
     one.fill(range(6), seed=1)
     before = one.bytes_of(range(6))
     first = one.serve("first", TEXT, range(6))
-    assert one.half.finish(first, range(6)) is False, "nothing is under way any more"
+    assert one.half.finish(first, [range(6)]) is False, "nothing is under way any more"
     other.fill(range(24), seed=2)
     other.load("again", TEXT, [9, 20, 3, 14, 7, 11, 12])
     assert other.loaded == {"again"}

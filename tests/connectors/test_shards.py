@@ -24,7 +24,7 @@ from kvtier.devices.cpu import CpuDevice
 from kvtier.layout import Division, opaque
 from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import Outcome, Pieces
-from kvtier.tiers.wrappers import ShardTier
+from kvtier.tiers.wrappers import Shards, ShardTier
 
 LAYERS, TOKENS, DIM = 4, 10, 3
 NUM_PAGES = 7
@@ -127,7 +127,7 @@ class Rank:
         self.pool = self.pages.pool(pages_per_block, self.slot_bytes)
         self.host = np.zeros(NUM_BLOCKS * self.slot_bytes, np.uint8)
         self.shards = shards_of(
-            self.pages, self.sizes, self.caches, division, pages_per_block, self.slot_bytes
+            self.pages, [self.sizes], self.caches, division, pages_per_block, self.slot_bytes
         )
         store = MemoryStorage(opaque(self.shards.bytes_per_shard), 10**6, shelf)
         self.tier = ShardTier(store, self.shards)
@@ -331,8 +331,45 @@ def test_layers_that_share_their_kv_are_stored_once() -> None:
     layers = [LayerSize(f"model.layers.{at}.attn", [4 * TOKENS * DIM]) for at in range(2)]
     caches = {layer.name: cache for layer in layers}
     pages = tell_pages(caches, [layers], NUM_PAGES)
-    shards = shards_of(pages, layers, caches, Division(2, 0, 1, 1), 1, 4096)
+    shards = shards_of(pages, [layers], caches, Division(2, 0, 1, 1), 1, 4096)
     assert shards.bytes_per_shard == 2 * TOKENS * DIM
+
+
+def _shards_of_groups(heads: int, *num_layers: int, changed: int = 0) -> Shards:
+    """Return the shards of KV groups with so many layers, whose n-th layers share their memory."""
+    memory = [_blocks_first(heads)[0] for _ in range(max(num_layers))]
+    other = _blocks_first(heads + changed)[0]
+    page_bytes = 2 * TOKENS * heads * DIM
+    groups = [
+        [LayerSize(f"model.layers.{10 * group + at}.attn", [page_bytes]) for at in range(num)]
+        for group, num in enumerate(num_layers)
+    ]
+    caches: dict[str, Cache] = {
+        layer.name: other if changed and group else memory[at]
+        for group, layers in enumerate(groups)
+        for at, layer in enumerate(layers)
+    }
+    pages = tell_pages(caches, groups, NUM_PAGES)
+    return shards_of(pages, groups, caches, Division(4, 0, 4 // heads, 1), 1, 4096)
+
+
+def test_blocks_of_several_groups_are_cut_alike() -> None:
+    """A group with fewer layers leaves the end of a shard unused."""
+    alone, unequal = _shards_of_groups(2, 3), _shards_of_groups(2, 3, 2)
+    assert np.array_equal(alone.offsets, unequal.offsets)
+    assert alone.bytes_per_shard == unequal.bytes_per_shard
+    assert not set(alone.names) & set(unequal.names), "other layers are in them"
+    assert set(_shards_of_groups(4, 3, 2).names) > set(unequal.names), "of any number of ranks"
+
+
+def test_groups_with_states_beside_heads_are_refused() -> None:
+    cache, _ = _blocks_first(2)
+    state = torch.zeros((NUM_PAGES, 40), dtype=torch.uint8)
+    groups = [[LayerSize("a", [4 * TOKENS * DIM])], [LayerSize("b", [40])]]
+    caches: dict[str, Cache] = {"a": cache, "b": state}
+    pages = tell_pages(caches, groups, NUM_PAGES)
+    with pytest.raises(LayoutError, match="b: the axis of 2 KV heads can't be identified"):
+        shards_of(pages, groups, caches, Division(2, 0, 1, 1), 1, 4096)
 
 
 def test_layout_says_nothing_of_the_ranks() -> None:

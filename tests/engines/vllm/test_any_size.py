@@ -28,7 +28,8 @@ from tests.engines.vllm.engines import (
     own_connector,
     prompt,
 )
-from tests.engines.vllm.test_attention import KINDS, OPTIONS, save_random
+from tests.engines.vllm.shapes import OPTIONS, save_random
+from tests.engines.vllm.test_attention import KINDS
 from tests.engines.vllm.test_pipeline import stages
 from tests.kit.servers import ValkeyServer
 

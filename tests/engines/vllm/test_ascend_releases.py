@@ -101,7 +101,7 @@ class _OwnRank:
         self.worker.wait({job_id})
         _, loaded = self._half.take_finished()
         assert loaded == ({"request"} if direction is Direction.LOAD else set())
-        return not self._half.take_failed_pages()
+        return not self._half.take_failed()
 
 
 def _slots(slots: list[int]) -> HostSlots:

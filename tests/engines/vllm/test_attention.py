@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    FalconH1Config,
-    Gemma3TextConfig,
-    Lfm2Config,
-    PreTrainedConfig,
-)
+from transformers import DeepseekV3Config, PreTrainedConfig
 
 from tests.engines.vllm.engines import (
     BLOCK,
@@ -27,20 +18,12 @@ from tests.engines.vllm.engines import (
     prompt,
     with_disk,
 )
+from tests.engines.vllm.shapes import OPTIONS, SHAPES, SIZES, options_of, save_random
 
-SIZES: Any = {
-    "vocab_size": 4096,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 4096,
-}
-CONVOLUTION: Any = {"conv_dim": 128, "block_dim": 128}
-KINDS = {
+KINDS: dict[str, PreTrainedConfig] = {
     "latent": DeepseekV3Config(
-        **SIZES,
+        **{**SIZES, "num_key_value_heads": 4},
         num_hidden_layers=2,
-        num_key_value_heads=4,
         kv_lora_rank=512,
         q_lora_rank=64,
         qk_rope_head_dim=64,
@@ -48,55 +31,14 @@ KINDS = {
         v_head_dim=32,
         first_k_dense_replace=2,
     ),
-    "sliding window": Gemma3TextConfig(
-        **SIZES,
-        num_hidden_layers=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=2 * BLOCK,
-        query_pre_attn_scalar=32,
-    ),
-    "convolution": Lfm2Config(
-        **SIZES,
-        num_hidden_layers=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"] * 2,
-        tie_word_embeddings=False,
-        **CONVOLUTION,
-    ),
-    "state space": FalconH1Config(
-        **SIZES,
-        num_hidden_layers=2,
-        num_key_value_heads=2,
-        mamba_d_ssm=128,
-        mamba_n_heads=4,
-        mamba_d_head=32,
-        mamba_d_state=32,
-    ),
+    "sliding window": SHAPES["gemma3"],
+    "convolution": SHAPES["lfm2"],
+    "state space": SHAPES["falcon-h1"],
 }
 
 
 LATENT_BYTES = 2 * (512 + 64) * 4
 """Bytes of a token in two layers."""
-OPTIONS = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 1024}
-"""Blocks may be of 16 tokens."""
-BLOCK_BY_BLOCK = {"max_num_batched_tokens": BLOCK, "max_num_seqs": 16}
-"""vLLM's kernels for the CPU can't give a state from the middle of a step."""
-
-
-def save_random(config: PreTrainedConfig, folder: Path) -> None:
-    """Save a model with random weights.
-
-    They are large enough that a wrong block shows in every log-probability.
-    """
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(folder)
 
 
 @pytest.mark.timeout(900)
@@ -105,7 +47,7 @@ def test_kv_comes_from_host_and_after_a_restart_from_disk(kind: str, tmp_path: P
     save_random(KINDS[kind], tmp_path / "model")
     prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
     config = with_disk(tmp_path / "slab", host_capacity="64MiB", disk_capacity="64MiB")
-    options = {**OPTIONS, **(BLOCK_BY_BLOCK if kind == "state space" else {})}
+    options = options_of("falcon-h1") if kind == "state space" else OPTIONS
     with engine(config, tmp_path / "model", **options) as llm:
         cold = one_by_one(llm, prompts)
         on_device = one_by_one(llm, prompts)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connectors.vllm.shared.names import EngineFacts, GroupFacts
 from kvtier.connectors.vllm.shared.pages import layer_specs
+from kvtier.connectors.vllm.shared.reach import GroupReach, Kind, reach_of
 from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.core.errors import ConfigError
 
@@ -15,26 +16,34 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-WHOLE_PROMPTS = ("FullAttentionSpec", "MLAAttentionSpec")
-"""Names of KV cache specs whose layers, and subclasses' layers, keep KV of the whole prompt."""
-
 
 def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
     """Return the facts of an engine. Raises ``ConfigError`` for one that can't be served."""
     parallel, cache = config.parallel_config, config.cache_config
-    group = _group(kv_cache_config)
     dcp = parallel.decode_context_parallel_size
     pcp = getattr(parallel, "prefill_context_parallel_size", 1)
-    tokens_per_page = group.kv_cache_spec.block_size * dcp * pcp
+    groups = tuple(
+        GroupFacts(
+            at, group.kv_cache_spec.block_size * dcp * pcp, tuple(group.layer_names), _reach(group)
+        )
+        for at, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
+    tokens_per_hash = _tokens_per_hash(config, kv_cache_config, dcp * pcp)
+    if any(group.tokens_per_page % tokens_per_hash for group in groups):
+        raise ConfigError(
+            "KvtierConnector needs vLLM's --enable-prefix-caching for this model: without it, vLLM "
+            f"has blocks of {[group.tokens_per_page for group in groups]} tokens"
+        )
     dtype = config.model_config.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
     events = config.kv_events_config
     return EngineFacts(
-        groups=(GroupFacts(0, tokens_per_page, tuple(group.layer_names)),),
+        groups=groups,
         bytes_per_page=_bytes_per_page(kv_cache_config),
         pages_per_block=_pages_per_block(
-            config.kv_transfer_config.kv_connector_extra_config, tokens_per_page
+            config.kv_transfer_config.kv_connector_extra_config,
+            {group.tokens_per_page for group in groups},
         ),
-        tokens_per_hash=_tokens_per_hash(config, kv_cache_config, dcp * pcp),
+        tokens_per_hash=tokens_per_hash,
         dtype=str(dtype).removeprefix("torch."),
         engine_id=str(config.kv_transfer_config.engine_id),
         rank=parallel.rank,
@@ -49,18 +58,11 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
     )
 
 
-def _group(kv_cache_config: KVCacheConfig) -> Any:
-    """Return the KV group. Raises ``ConfigError`` for a model that this front does not serve."""
-    groups = list(kv_cache_config.kv_cache_groups)
-    specs = [layer_spec for group in groups for layer_spec in layer_specs(group).values()]
-    if len(groups) == 1 and all(map(_keeps_whole_prompts, specs)):
-        return groups[0]
-    kinds = sorted({type(layer_spec).__name__ for layer_spec in specs})
-    raise ConfigError(
-        f"KvtierConnector serves models whose layers all keep the KV of whole prompts, in one KV "
-        f"group; this one has {len(groups)} groups of {', '.join(kinds)}: use OffloadingConnector "
-        "with spec_name kvtier, where this vLLM has what it needs"
-    )
+def _reach(group: Any) -> GroupReach:
+    """Return the reach of a KV group. Raises ``ConfigError`` for layers that are not served."""
+    reaches = [reach_of(spec) for spec in layer_specs(group).values()]
+    whole = [reach for reach in reaches if reach.kind is Kind.WHOLE]
+    return (whole or sorted(reaches, key=lambda reach: -reach.num_tokens))[0]
 
 
 def _bytes_per_page(kv_cache_config: KVCacheConfig) -> int:
@@ -91,16 +93,14 @@ def _is_replicated(config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
     if replicas is not None:
         return bool(replicas == num_ranks)
+    if len(kv_cache_config.kv_cache_groups) > 1:
+        return False
     (group,) = kv_cache_config.kv_cache_groups
     spec = group.kv_cache_spec
     # If some layers are of another kind, the sizes of the tensors differ from the spec's.
     num_bytes = len(group.layer_names) * spec.page_size_bytes
     is_mla = type(spec).__name__ == "MLAAttentionSpec"
     return is_mla and num_bytes == _bytes_per_page(kv_cache_config)
-
-
-def _keeps_whole_prompts(spec: object) -> bool:
-    return any(each.__name__ in WHOLE_PROMPTS for each in type(spec).__mro__)
 
 
 def _tokens_per_hash(
@@ -115,11 +115,15 @@ def _tokens_per_hash(
     return int(resolve(kv_cache_config, config)[1])
 
 
-def _pages_per_block(extra: Mapping[str, object], tokens_per_page: int) -> int:
-    """Read ``blocks_per_chunk`` or ``block_size``, as vLLM's OffloadingConnector has them."""
+def _pages_per_block(extra: Mapping[str, object], page_sizes: Collection[int]) -> int:
+    """Read ``blocks_per_chunk`` or ``block_size``, as vLLM's OffloadingConnector has them.
+
+    page_sizes: tokens in a page, of each KV group.
+    """
     num_pages, num_tokens = extra.get("blocks_per_chunk"), extra.get("block_size")
     if num_pages is not None and num_tokens is not None:
         raise VllmSettings.wrong("block_size and blocks_per_chunk say the same; give one of them")
+    tokens_per_page = max(page_sizes)
     try:
         if num_tokens is None:
             found, rest = int(str(num_pages or 1)), 0
@@ -127,6 +131,11 @@ def _pages_per_block(extra: Mapping[str, object], tokens_per_page: int) -> int:
             found, rest = divmod(int(str(num_tokens)), tokens_per_page)
     except ValueError:
         found, rest = 0, 0
+    if num_tokens is not None and len(page_sizes) > 1:
+        raise VllmSettings.wrong(
+            f"block_size: this model's KV groups have blocks of {sorted(page_sizes)} tokens; give "
+            "blocks_per_chunk"
+        )
     if found < 1 or rest:
         raise VllmSettings.wrong(
             f"block_size has to be a multiple of {tokens_per_page} tokens, and blocks_per_chunk at "

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from kvtier.connectors.vllm.kv_connector.config import facts_of, keep_block_hashes
@@ -69,8 +71,21 @@ class RankMetadata(KVConnectorWorkerMetadata):
         return RankMetadata(self.message.and_also(other.message))
 
 
-class KvtierConnector(KVConnectorBase_V1):
+HAS_GROUPS = vllm.__version_tuple__[:2] >= (0, 28)
+"""Whether vLLM's allocator loads into several KV groups. In early versions pages for one group may
+evict what another has found; 0.28 is the first one that was run with several."""
+REPORTS_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
+"""Whether a rank can report failed loads by request, as it can from 0.30 on. Of pages vLLM does not
+know the group, and older versions end the engine where there are several."""
+
+
+Groups: Any = SupportsHMA if HAS_GROUPS else object
+
+
+class KvtierConnector(KVConnectorBase_V1, Groups):
     """kvtier's own connector. vLLM makes one in the scheduler's process and one in each rank.
+
+    For one that is not ``SupportsHMA`` vLLM lays out windows like layers of whole prompts.
 
     All loads are asynchronous: a request runs after its blocks have arrived.
     """
@@ -86,10 +101,12 @@ class KvtierConnector(KVConnectorBase_V1):
         self._facts = self._sizes.facts
         self._layers = layer_sizes(kv_cache_config.kv_cache_groups)
         self._num_pages = int(kv_cache_config.num_blocks)
-        self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._rank: RankHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         self._has_news = True  # there may be statistics that were not returned yet
+        self.failed_loads = frozenset[str]()
+        """Requests to compute that a version before 0.30 believes to be loaded."""
         if role is KVConnectorRole.SCHEDULER:
             self._make_scheduler_half(extra, kv_cache_config)
 
@@ -105,13 +122,15 @@ class KvtierConnector(KVConnectorBase_V1):
             self._facts,
             DueRequests.for_config(config),
             bool(extra.get("offload_prompt_only", True)),
-            TierEvents(self._facts, self._spec) if self._facts.publishes_events else None,
+            TierEvents(self._facts, self._specs) if self._facts.publishes_events else None,
         )
         self._adapters = begin_serving(self, manager, config, kv_cache_config)
         self._recording = RequestRecording(
             extra, self._half.block_tokens, self._facts.tokens_per_hash, self._facts.replica
         )
         _take_steps_while_busy()
+        if len(self._specs) > 1 and not REPORTS_REQUESTS:
+            _compute_failed_loads()
 
     # -- in the scheduler's process ----------------------------------------------------------------
 
@@ -157,10 +176,16 @@ class KvtierConnector(KVConnectorBase_V1):
         theirs = connector_output.kv_connector_worker_meta
         if isinstance(theirs, RankMetadata):
             self._has_news = True
+            self.failed_loads |= theirs.message.failed
             self._half.hear(theirs.message)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._has_news = True
         self._recording.end(request)
@@ -224,12 +249,12 @@ class KvtierConnector(KVConnectorBase_V1):
         pages, shards = tell_pages(kv_caches, self._layers, self._num_pages), None
         if self._facts.any_size:
             division = division_of(self._vllm_config, self._sizes.settings)
-            (layers,) = self._layers
-            layout = layout_of(layers, kv_caches, self._num_pages, division)
+            every = [layer for layers in self._layers for layer in layers]
+            layout = layout_of(every, kv_caches, self._num_pages, division)
             pages = replace(pages, layout=layout)
             shards = shards_of(
                 pages,
-                layers,
+                self._layers,
                 kv_caches,
                 division,
                 self._facts.pages_per_block,
@@ -270,12 +295,24 @@ class KvtierConnector(KVConnectorBase_V1):
         stored, loaded = self._pages.take_finished()
         return stored or None, loaded or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        if len(self._specs) > 1:
+            results.failed_recving.update(job.request_id for job in self._pages.take_failed())
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._pages.take_failed_pages()
+        if len(self._specs) > 1:
+            return set()
+        return {page for job in self._pages.take_failed() for page in job.pages[0].pages}
 
     def build_connector_worker_meta(self) -> RankMetadata | None:
         message = self._pages.take_message()
-        return None if message is None else RankMetadata(message)
+        if message is None:
+            return None
+        if len(self._specs) > 1:  # with the report that the load has ended
+            message.failed = frozenset(job.request_id for job in self._pages.take_failed())
+        return RankMetadata(message)
 
     def shutdown(self) -> None:
         if self._rank is not None:
@@ -309,3 +346,34 @@ def _has_work(connector: Any) -> bool:
     asks = getattr(connector, "has_pending_push_work", None)
     inside = getattr(connector, "_connectors", ())
     return bool(asks and asks()) or any(map(_has_work, inside))
+
+
+def _compute_failed_loads() -> None:
+    """Make vLLM's scheduler compute requests of several KV groups whose load has failed.
+
+    From 0.30 on vLLM does so itself.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    theirs = Scheduler._update_from_kv_xfer_finished
+    if hasattr(theirs, "__wrapped__"):
+        return
+
+    @wraps(theirs)
+    def update(self: Any, kv_connector_output: KVConnectorOutput) -> None:
+        theirs(self, kv_connector_output)
+        for request_id in _take_failed(self.connector):
+            request = self.requests.get(request_id)
+            if request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS":
+                request.num_computed_tokens = 0
+                self.failed_recving_kv_req_ids.add(request_id)
+
+    Scheduler._update_from_kv_xfer_finished = update
+
+
+def _take_failed(connector: Any) -> frozenset[str]:
+    """Return the requests whose load failed, of a connector and those inside it, once."""
+    failed = getattr(connector, "failed_loads", frozenset[str]())
+    if failed:
+        connector.failed_loads = frozenset()
+    return failed.union(*map(_take_failed, getattr(connector, "_connectors", ())))

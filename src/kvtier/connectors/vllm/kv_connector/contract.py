@@ -44,7 +44,9 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
         ),
         "reset_cache": Takes(),
         "shutdown": Takes(),
+        "get_transfer_results": Takes("finished_req_ids"),
     },
+    "SupportsHMA": {"request_finished_all_groups": Takes("request, block_ids")},
     "KVConnectorWorkerMetadata": {"aggregate": Takes("other")},
     "KVConnectorStats": {
         "aggregate": Takes("other"),
@@ -57,7 +59,10 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
         "observe": Takes("transfer_stats_data, engine_idx="),
     },
     "MultiConnector": {"__init__": Takes("vllm_config, role, kv_cache_config")},
-    "Scheduler": {"has_finished_requests": Takes()},
+    "Scheduler": {
+        "has_finished_requests": Takes(),
+        "_update_from_kv_xfer_finished": Takes("kv_connector_output"),
+    },
 }
 """vLLM calls these, and kvtier has its own: what vLLM may pass must be known."""
 
@@ -85,7 +90,7 @@ READ = with_shared({
     ),
     "KVConnectorFactory": ("_registry",),
     "MultiConnector": ("_connectors", "_ktc_kv_transfer_config"),
-    "Scheduler": ("connector",),
+    "Scheduler": ("connector", "failed_recving_kv_req_ids", "requests"),
     "KVConnectorRole": ("SCHEDULER", "WORKER"),
     "KVConnectorMetadata": (),
     "NewRequestData": ("block_ids",),
@@ -94,6 +99,9 @@ READ = with_shared({
     "KVCacheGroupSpec": ("layer_names", "kv_cache_spec"),
     "FullAttentionSpec": ("block_size", "page_size_bytes", "real_page_size_bytes"),
     "MLAAttentionSpec": ("block_size", "page_size_bytes", "real_page_size_bytes"),
+    "SlidingWindowSpec": ("sliding_window",),
+    "ChunkedLocalAttentionSpec": ("attention_chunk_size",),
+    "MambaSpec": ("dtypes", "shapes"),
     "VllmConfig": ("kv_events_config",),
     "CacheConfig": ("block_size", "cache_dtype", "prefix_caching_hash_algo",),
     "ParallelConfig": (
@@ -109,10 +117,14 @@ READ = with_shared({
 """kvtier reads these fields, attributes and members."""
 
 OPTIONAL = frozenset(
-    {"KVConnectorBase_V1.on_new_request", "KVConnectorBase_V1.has_pending_push_work"}
+    {
+        "KVConnectorBase_V1.on_new_request",
+        "KVConnectorBase_V1.has_pending_push_work",
+        "KVConnectorBase_V1.get_transfer_results",
+    }
 )
-"""Not in every version: vLLM reports new requests from 0.23 on, and checks from 0.25 on whether a
-connector has work."""
+"""Not in every version: vLLM reports new requests from 0.23 on, checks from 0.25 on whether a
+connector has work, and has ranks report failed loads by request from 0.30 on."""
 
 FILES = (
     "distributed/kv_events.py",

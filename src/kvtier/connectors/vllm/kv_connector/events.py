@@ -18,7 +18,7 @@ from kvtier.connectors.vllm.shared.descriptions import (
     kind_of_group,
     published_hash,
 )
-from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, kind_of
+from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, group_of, kind_of
 
 if TYPE_CHECKING:
     from kvtier.cache.block_cache import Change
@@ -36,15 +36,18 @@ class TierEvents:
 
     Args:
         facts: Sizes of the engine's blocks and hashes.
-        spec: vLLM's description of the one KV group.
+        specs: vLLM's description of each KV group.
     """
 
-    def __init__(self, facts: EngineFacts, spec: object) -> None:
-        (group,) = facts.groups
+    def __init__(self, facts: EngineFacts, specs: Sequence[object]) -> None:
         self._tokens_per_hash = facts.tokens_per_hash
-        self._tokens_per_block = group.tokens_per_page * facts.pages_per_block
-        kind = kind_of_group(spec)
-        self._group = _if_known(BlockStored, group_idx=0, kv_cache_spec_kind=kind)
+        self._block_tokens = [
+            group.tokens_per_page * facts.pages_per_block for group in facts.groups
+        ]
+        self._groups = [
+            _if_known(BlockStored, group_idx=at, kv_cache_spec_kind=kind_of_group(spec))
+            for at, spec in enumerate(specs)
+        ]
         self._known: OrderedDict[bytes, Description] = OrderedDict()
 
     def describe(self, request: Any, key: bytes, end: int) -> None:
@@ -52,7 +55,7 @@ class TierEvents:
         if key in self._known:
             self._known.move_to_end(key)
             return
-        begin = end - self._tokens_per_block
+        begin = end - self._block_tokens[group_of(key)]
         self._known[key] = Description.of(request, self._tokens_per_hash, begin, end)
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
@@ -62,15 +65,17 @@ class TierEvents:
         medium, locality = kind_of(change.tier)
         place = {"medium": medium, **_if_known(BlockStored, locality=locality)}
         unknown = [published_hash(k[:-GROUP_BYTES]) for k in change.keys if k not in self._known]
-        known = [self._known[key] for key in change.keys if key in self._known]
+        keys = [key for key in change.keys if key in self._known]
+        known = [self._known[key] for key in keys]
         if change.is_removed:
             removed = [one for block in known for one in block.hashes] + unknown
             yield BlockRemoved(removed, medium, **_if_known(BlockRemoved, locality=locality))
             return
         first = 0
         for end in range(1, len(known) + 1):
-            if end == len(known) or known[end].parent != known[end - 1].hashes[-1]:
-                yield self._stored(known[first:end], place)
+            is_next = end < len(known) and group_of(keys[end]) == group_of(keys[end - 1])
+            if not is_next or known[end].parent != known[end - 1].hashes[-1]:
+                yield self._stored(known[first:end], self._groups[group_of(keys[first])] | place)
                 first = end
         if unknown:
             yield BlockStored(unknown, None, [], 0, None, lora_name=None, **place)
@@ -87,7 +92,6 @@ class TierEvents:
             lora_id=lora_id,
             lora_name=lora_name,
             **place,
-            **self._group,
             **_if_known(BlockStored, extra_keys=event_extra_keys(extra_keys)),
         )
 

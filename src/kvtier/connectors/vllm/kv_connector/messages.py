@@ -61,6 +61,7 @@ class RankMessage:
         store_bytes: Size of all stores that have ended.
         store_s: Seconds that these stores took in total.
         layouts: Digests of the page layout of ranks that have registered their KV caches.
+        failed: Requests of loads that failed, where vLLM has no other way to report them.
     """
 
     report: Report = field(default_factory=Report)
@@ -70,6 +71,7 @@ class RankMessage:
     store_bytes: int = 0
     store_s: float = 0.0
     layouts: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
 
     def and_also(self, other: RankMessage) -> RankMessage:
         """Return the messages of both as one."""
@@ -81,4 +83,5 @@ class RankMessage:
             self.store_bytes + other.store_bytes,
             self.store_s + other.store_s,
             self.layouts | other.layouts,
+            self.failed | other.failed,
         )

@@ -29,7 +29,7 @@ class RankHalf:
         self._stores: Sequence[PageJob] = ()
         self._finishing: set[str] = set()
         self._steps: list[int] = []
-        self._failed_pages: set[int] = set()
+        self._failed: list[PageJob] = []
         self._computes = False
         self._owes_statistics = False
 
@@ -81,7 +81,7 @@ class RankHalf:
                     message.load_bytes.append(each.num_bytes)
                     message.load_s += each.seconds
                 if each.has_failed:
-                    self._failed_pages.update(*(pages.pages for pages in job.pages))
+                    self._failed.append(job)
             else:
                 message.store_bytes += each.num_bytes
                 message.store_s += each.seconds
@@ -107,9 +107,9 @@ class RankHalf:
         self._owes_statistics = self._owes_statistics and not asks
         return asks
 
-    def take_failed_pages(self) -> set[int]:
-        """Return the pages of loads that failed."""
-        failed, self._failed_pages = self._failed_pages, set()
+    def take_failed(self) -> list[PageJob]:
+        """Return the loads that failed."""
+        failed, self._failed = self._failed, []
         return failed
 
     def take_message(self) -> RankMessage | None:

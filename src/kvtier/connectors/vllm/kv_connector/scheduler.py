@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cache.block_cache import BlockState
@@ -18,7 +19,8 @@ from kvtier.connectors.vllm.kv_connector.messages import (
 )
 from kvtier.connectors.vllm.shared.copies import BlockSlots, BlocksToStore, PageRange
 from kvtier.connectors.vllm.shared.manager import TierManager
-from kvtier.connectors.vllm.shared.prompt import RequestBlocks, group_key
+from kvtier.connectors.vllm.shared.prompt import RequestBlocks, group_key, group_of
+from kvtier.connectors.vllm.shared.reach import Kind
 from kvtier.connectors.vllm.shared.step import DueRequests, QueuedRequests, prefill_pieces
 from kvtier.core.types import DEVICE, HOST
 from kvtier.observe.specs import VLLM_MOVED_BYTES, VLLM_MOVED_SECONDS
@@ -33,8 +35,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GROUP = 0
-"""The one KV group that this front serves."""
+NULL = 0
+"""Page that stands for those that vLLM has freed, or has not allocated, in a group's table."""
+Offer = tuple[int, int, int]
+"""State that vLLM offers to store: its KV group, its page, and the token that it is behind."""
+
+
+@dataclass(slots=True, eq=False)
+class GroupBlocks:
+    """Blocks and pages of a request in one KV group.
+
+    Attributes:
+        keys: Keys of its full blocks so far, in prompt order.
+        pages: Pages that vLLM has allocated to the request, in prompt order.
+        num_stored: Number of leading blocks that were stored, or need not be.
+    """
+
+    keys: list[bytes] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    num_stored: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -44,9 +63,7 @@ class Tracked:
     Attributes:
         request: vLLM's request, or a wrapper that replaces its block hashes.
         state: State of the request in ``TierManager``.
-        keys: Keys of its full blocks so far, in prompt order.
-        pages: Pages that vLLM has allocated to the request, in prompt order.
-        num_stored: Number of leading blocks that were stored, or need not be.
+        groups: Its blocks in each KV group.
         is_running: Whether a step was scheduled for it since it was last given pages. Until then
             kvtier or another connector may be loading into them.
         stores: Job ids of the stores in flight.
@@ -54,11 +71,21 @@ class Tracked:
 
     request: Any
     state: RequestState
-    keys: list[bytes] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
-    num_stored: int = 0
+    groups: Sequence[GroupBlocks]
     is_running: bool = False
     stores: set[int] = field(default_factory=set)
+
+    def set_stored(self, ends: Sequence[int]) -> None:
+        for group, end in zip(self.groups, ends, strict=True):
+            group.num_stored = end
+
+    def begin_anew(self) -> None:
+        """Have all blocks stored again."""
+        self.set_stored([0] * len(self.groups))
+
+    def set_pages(self, tables: Sequence[Sequence[int]]) -> None:
+        for group, table in zip(self.groups, tables, strict=True):
+            group.pages = list(table)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +98,8 @@ class RunningJob:
         is_store: Whether it copies from pages to host memory.
         num_left: Number of ranks that have not reported it.
         is_dropped: Whether the copied blocks must not be used.
+        moving: Pages that it reads, and that vLLM may free before it has ended.
+        lost: Keys of the blocks that were in such pages when these passed to others.
     """
 
     of: Tracked
@@ -78,6 +107,8 @@ class RunningJob:
     is_store: bool
     num_left: int
     is_dropped: bool = False
+    moving: list[int] = field(default_factory=list)
+    lost: set[bytes] = field(default_factory=set)
 
 
 class SchedulerHalf:
@@ -102,9 +133,12 @@ class SchedulerHalf:
         self.manager = manager
         self._facts = facts
         self._due = due
-        self._page = facts.groups[GROUP].tokens_per_page
-        self.block_tokens = self._block = self._page * facts.pages_per_block
-        self._hashes_per_block = self._block // facts.tokens_per_hash
+        self._groups = facts.groups
+        self._pages = [group.tokens_per_page for group in facts.groups]
+        self._blocks = [tokens * facts.pages_per_block for tokens in self._pages]
+        self.block_tokens = max(self._blocks)
+        self._align = lcm(*self._blocks)
+        """Loads end at multiples of so many tokens, where a block of each group ends."""
         self._prompt_only = prompt_only
         self.events = events
         self._requests: dict[str, Tracked] = {}
@@ -114,7 +148,9 @@ class SchedulerHalf:
         self._stores: list[PageJob] = []
         self._finishing: list[str] = []
         self._waits = False
-        self._queued = QueuedRequests(self._hashes_per_block, GROUP, manager.wait)
+        self._read: dict[int, tuple[RunningJob, bytes]] = {}
+        """Pages that vLLM may give to others while a store reads them."""
+        self._queued = QueuedRequests(self._blocks[0] // facts.tokens_per_hash, 0, manager.wait)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -128,7 +164,8 @@ class SchedulerHalf:
                 envelope=getattr(request, "kv_hints", None),  # from vLLM 0.32
                 source=request,
             )
-            tracked = Tracked(request, self.manager.begin(blocks))
+            groups = [GroupBlocks() for _ in self._groups]
+            tracked = Tracked(request, self.manager.begin(blocks), groups)
             self._requests[request.request_id] = tracked
             self._queued.on_queued(request)
         return tracked
@@ -138,12 +175,15 @@ class SchedulerHalf:
 
     def _hash(self, tracked: Tracked) -> None:
         """Add the keys of blocks that vLLM has hashed since the last call."""
-        every, keys, ends = self._hashes_per_block, tracked.keys, tracked.state.request.ends
-        block_hashes = tracked.request.block_hashes
-        for at in range(len(keys), len(block_hashes) // every):
-            key = group_key(bytes(block_hashes[(at + 1) * every - 1]), GROUP)
-            keys.append(key)
-            ends[key] = (at + 1) * self._block
+        ends, block_hashes = tracked.state.request.ends, tracked.request.block_hashes
+        for group, (blocks, num_tokens) in enumerate(
+            zip(tracked.groups, self._blocks, strict=True)
+        ):
+            keys, every = blocks.keys, num_tokens // self._facts.tokens_per_hash
+            for at in range(len(keys), len(block_hashes) // every):
+                key = group_key(bytes(block_hashes[(at + 1) * every - 1]), group)
+                keys.append(key)
+                ends[key] = (at + 1) * num_tokens
 
     # -- loads -------------------------------------------------------------------------------------
 
@@ -161,90 +201,223 @@ class SchedulerHalf:
         def look_up() -> int | None:
             # The last token is computed, or there would be nothing to sample from.
             most = min(request.num_tokens - 1, num_computed + limits.max_load)
-            first, last = num_computed // self._block, most // self._block
-            end, is_ready = first, True
-            for key in tracked.keys[first:last]:
-                place = self.manager.find(key, tracked.state)
-                if place is BlockState.NOWHERE:
-                    break
-                is_ready &= place is BlockState.MEMORY
-                end += 1
+            found: dict[bytes, BlockState] = {}
+            end = self._end_found(tracked, num_computed, most, found)
+            keys = [
+                key
+                for blocks, first, last in self._needed(tracked, num_computed, end)
+                for key in blocks.keys[first:last]
+            ]
+            # Blocks of longer prefixes, which some group lacks, are not worth a wait.
+            lookup = tracked.state.lookup
+            lookup.met = {key: lookup.met[key] for key in keys if key in lookup.met}
             if self.events is not None:
-                self._describe(tracked, tracked.keys[first:end])
-            return max(0, end * self._block - num_computed) if is_ready else None
+                self._describe(tracked, keys)
+            is_ready = all(found[key] is BlockState.MEMORY for key in keys)
+            return max(0, end - num_computed) if is_ready else None
 
         return self.manager.num_to_load(tracked.state, num_computed, request.num_tokens, look_up)
 
+    def _end_found(
+        self, tracked: Tracked, num_computed: int, most: int, found: dict[bytes, BlockState]
+    ) -> int:
+        """Return the last token up to which all groups have what they need; 0 for none.
+
+        Layers of whole prompts need all blocks, others the last ones.
+
+        most: Token beyond which nothing is loaded. found: Takes the state of each block looked up.
+        """
+
+        def gap(blocks: GroupBlocks, places: Iterable[int]) -> int | None:
+            for at in places:
+                key = blocks.keys[at]
+                if key not in found:
+                    found[key] = self.manager.find(key, tracked.state)
+                if found[key] is BlockState.NOWHERE:
+                    return at
+            return None
+
+        whole = [group.reach.kind is Kind.WHOLE for group in self._groups]
+        lengths = zip(tracked.groups, self._blocks, strict=True)
+        most = min(most, *(len(blocks.keys) * size for blocks, size in lengths))
+        end = most // self._align * self._align
+        for is_whole in (True, False):
+            last_end = -1
+            while num_computed < end != last_end:
+                last_end = end
+                ranges = self._needed(tracked, num_computed, end)
+                for group, (blocks, first, last) in enumerate(ranges):
+                    if whole[group] is not is_whole:
+                        continue
+                    last = min(last, end // self._blocks[group])
+                    places = range(first, last)
+                    at = gap(blocks, places if is_whole else reversed(places))
+                    if at is not None:
+                        end = at * self._blocks[group] // self._align * self._align
+        return end if end > num_computed else 0
+
+    def _needed(
+        self, tracked: Tracked, begin: int, end: int
+    ) -> Iterator[tuple[GroupBlocks, int, int]]:
+        """Yield, for each group, its first block that a load up to ``end`` brings, and the last.
+
+        begin: Number of tokens that the device has.
+        """
+        for group, blocks, size in zip(self._groups, tracked.groups, self._blocks, strict=True):
+            first = max(begin, group.reach.first_needed(end)) // size
+            yield blocks, first, max(first, end // size)
+
     def on_pages(self, tracked: Tracked, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Note the pages of a request, and have ``num_tokens`` loaded into them."""
-        tracked.pages, tracked.is_running = list(blocks.get_block_ids()[GROUP]), False
+        tracked.set_pages(blocks.get_block_ids())
+        tracked.is_running = False
         if not num_tokens:
             return
         begin = tracked.state.lookup.num_computed
         end = begin + num_tokens
-        keys = tracked.keys[begin // self._block : end // self._block]
+        self._fence(tracked, begin)
+        keys: list[bytes] = []
+        ranges: list[PageRange] = []
+        needed = zip(self._needed(tracked, begin, end), self._groups, self._pages, strict=True)
+        for (of_group, first, last), group, size in needed:
+            keys += of_group.keys[first:last]
+            page = max(begin, group.reach.first_needed(end)) // size
+            pages = of_group.pages[page : end // size]
+            is_whole = group.reach.kind is Kind.WHOLE
+            assert is_whole or NULL not in pages, "vLLM has allocated less than the group needs"
+            ranges.append(PageRange(pages, page % self._facts.pages_per_block))
         slots = self.manager.begin_load(keys, tracked.state)
-        pages = tracked.pages[begin // self._page : end // self._page]
-        first = begin // self._page % self._facts.pages_per_block
-        job = self._begin_job(tracked, keys, PageRange(pages, first), slots, is_store=False)
-        self._loads.append(job)
+        self._loads.append(self._begin_job(tracked, keys, ranges, slots, is_store=False))
+
+    def _fence(self, tracked: Tracked, num_computed: int) -> None:
+        """Give up blocks that stores read from pages which now are this request's.
+
+        vLLM frees pages behind a window while their request runs.
+
+        num_computed: Tokens in front of the pages that are new to the request.
+        """
+        if self._read:
+            for blocks, size in zip(tracked.groups, self._pages, strict=True):
+                self._lose(blocks.pages[num_computed // size :])
+
+    def _lose(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            job, key = self._read.pop(page, (None, b""))
+            if job is not None:
+                job.lost.add(key)
 
     def _begin_job(
         self,
         tracked: Tracked,
         keys: Sequence[bytes],
-        pages: PageRange,
+        pages: Sequence[PageRange],
         slots: BlockSlots,
         is_store: bool,
     ) -> PageJob:
         job_id = next(self._ids)
         self._jobs[job_id] = RunningJob(tracked, keys, is_store, self._facts.num_ranks)
-        return PageJob(job_id, tracked.request.request_id, [pages], slots)
+        return PageJob(job_id, tracked.request.request_id, pages, slots)
 
     # -- stores ------------------------------------------------------------------------------------
 
-    def _store(self, due: Iterable[tuple[Tracked, int]]) -> None:
+    def _store(self, due: Iterable[tuple[Tracked, int, int, Sequence[Offer] | None]]) -> None:
         """Store the blocks that are new among the first tokens of requests.
 
-        due: each request, and how many of its tokens are computed.
+        due: each request, how many of its tokens were computed before this step and are after it,
+        and the states that vLLM offers; None if it offers none.
         """
-        wanted: list[tuple[Tracked, int]] = []  # with the number of blocks that may be stored
-        for tracked, num_computed in due:
-            end = self._end_to_store(tracked, num_computed)
-            if end > tracked.num_stored:
-                wanted.append((tracked, end))
+        wanted: list[tuple[Tracked, list[bytes], list[int]]] = []
+        for tracked, num_before, num_after, offers in due:
+            keys, ends = self._to_store(tracked, num_before, num_after, offers)
+            if keys:
+                wanted.append((tracked, keys, ends))
+            else:
+                tracked.set_stored(ends)
         if not wanted:
             return
         blocks_of = self.manager.begin_stores(
-            [(tracked.keys[tracked.num_stored : end], tracked.state) for tracked, end in wanted]
+            [(keys, tracked.state) for tracked, keys, _ in wanted]
         )
-        for (tracked, end), blocks in zip(wanted, blocks_of, strict=True):
+        for (tracked, _, ends), blocks in zip(wanted, blocks_of, strict=True):
             if blocks is not None:  # else it is tried again when the request is due again
-                tracked.num_stored = end
+                tracked.set_stored(ends)
                 self._begin_store(tracked, blocks)
 
-    def _end_to_store(self, tracked: Tracked, num_computed: int) -> int:
-        """Return how many of a request's first blocks may be stored."""
+    def _to_store(
+        self, tracked: Tracked, num_before: int, num_after: int, offers: Sequence[Offer] | None
+    ) -> tuple[list[bytes], list[int]]:
+        """Return the blocks of a request that may be stored, and where each group's end."""
         self._hash(tracked)
         limits = tracked.state.request.limits
-        num_tokens: int = min(num_computed, tracked.request.num_tokens, limits.max_store)
+        num_tokens: int = min(num_after, tracked.request.num_tokens, limits.max_store)
         if self._prompt_only:
             num_tokens = min(num_tokens, tracked.request.num_prompt_tokens)
-        return min(num_tokens // self._block, len(tracked.keys))
+        keys: list[bytes] = []
+        ends: list[int] = []
+        num_pages = self._facts.pages_per_block
+        for at, (group, blocks) in enumerate(zip(self._groups, tracked.groups, strict=True)):
+            size, page = self._blocks[at], self._pages[at]
+            first, end = blocks.num_stored, min(num_tokens // size, len(blocks.keys))
+            ends.append(max(first, end))
+            if group.reach.kind is Kind.STATE:
+                for place, boundary in self._states(tracked, at, num_after, offers):
+                    if boundary <= end * size and place != NULL:
+                        blocks.pages[boundary // page - 1] = place
+                        keys.append(blocks.keys[boundary // size - 1])
+                continue
+            if num_freed := min(group.reach.first_needed(num_before) // page, len(blocks.pages)):
+                begin = min(first * num_pages, num_freed)
+                blocks.pages[begin:num_freed] = [NULL] * (num_freed - begin)
+            is_whole = group.reach.kind is Kind.WHOLE
+            keys += [
+                blocks.keys[number]
+                for number in range(first, end)
+                if is_whole or blocks.pages[(number + 1) * num_pages - 1] != NULL
+            ]
+        return keys, ends
+
+    def _states(
+        self, tracked: Tracked, at: int, num_after: int, offers: Sequence[Offer] | None
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the page of each state that may be stored, and the token that it is behind.
+
+        Versions of vLLM that don't offer states leave one in its page where a step ends with a
+        block. Others write some in the middle of a step, too.
+        """
+        if offers is None:
+            page = num_after // self._pages[at] - 1
+            pages = tracked.groups[at].pages
+            offers = [(at, pages[page], num_after)] if 0 <= page < len(pages) else ()
+        for group, page, boundary in offers:
+            if group == at and boundary % self._blocks[at] == 0:
+                yield page, boundary
 
     def _begin_store(self, tracked: Tracked, blocks: BlocksToStore) -> None:
         """Order the ranks to copy new blocks into their slots, and to compare audited ones."""
         if not blocks.keys:
             return
-        num, pages = self._facts.pages_per_block, tracked.pages
-        stored: list[int] = []
+        num, ends = self._facts.pages_per_block, tracked.state.request.ends
+        pages: list[list[int]] = [[] for _ in self._groups]
+        firsts = [0] * len(self._groups)
+        moving: list[tuple[list[int], bytes]] = []
         for key in blocks.keys:
-            at = tracked.state.request.ends[key] // self._page
-            stored += pages[at - num : at]
-        assert len(stored) == num * len(blocks.keys), "vLLM has not reported the pages of a block"
+            group = group_of(key)
+            at = ends[key] // self._pages[group]
+            live = tracked.groups[group].pages[at - num : at]
+            assert len(live) == num, "vLLM has not reported the pages of a block"
+            if self._groups[group].reach.kind is not Kind.WHOLE:
+                live = [page for page in live if page != NULL]
+                firsts[group] = firsts[group] if pages[group] else num - len(live)
+                moving.append((live, key))
+            pages[group] += live
         if self.events is not None:
             self._describe(tracked, blocks.keys)
-        job = self._begin_job(tracked, blocks.keys, PageRange(stored), blocks.slots, is_store=True)
+        ranges = list(map(PageRange, pages, firsts))
+        job = self._begin_job(tracked, blocks.keys, ranges, blocks.slots, is_store=True)
+        running = self._jobs[job.job_id]
+        for live, key in moving:
+            self._read.update(dict.fromkeys(live, (running, key)))
+            running.moving += live
         tracked.stores.add(job.job_id)
         self._stores.append(job)
 
@@ -260,8 +433,9 @@ class SchedulerHalf:
         """
         for job_id in tracked.stores:
             self._jobs[job_id].is_dropped = True
-        tracked.pages = []
-        tracked.num_stored = 0
+        for group in tracked.groups:
+            group.pages = []
+        tracked.begin_anew()
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -273,9 +447,14 @@ class SchedulerHalf:
         for new in output.scheduled_new_reqs:
             self._queued.on_dequeued(new.req_id)
         self._queued.end_step()
-        due = self._due.find(output)
+        self._lose(
+            copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ()
+        )
+        block_state = getattr(output, "kv_connector_block_state", None)
+        offers = None if block_state is None else block_state.boundary_state_offloads
+        due = self._due.find(output).union(offers or ())
         if due:
-            self._store_due(output, due)
+            self._store_due(output, due, offers)
         orders = self.manager.take_orders()
         step = self.manager.steps.begin(time.monotonic(), prefill_pieces(output)) if due else None
         computes = bool(output.num_scheduled_tokens)
@@ -295,35 +474,56 @@ class SchedulerHalf:
         self._loads, self._stores, self._finishing, self._waits = [], [], [], False
         return message
 
-    def _store_due(self, output: SchedulerOutput, due: Collection[str]) -> None:
+    def _store_due(
+        self,
+        output: SchedulerOutput,
+        due: Collection[str],
+        offers: Mapping[str, Sequence[Offer]] | None,
+    ) -> None:
         """Note the pages of the requests that were given some, and store what is new."""
         num_scheduled = output.num_scheduled_tokens
-        computed: list[tuple[Tracked, int]] = []
+        computed: list[tuple[Tracked, int, int, Sequence[Offer] | None]] = []
+
+        def note(tracked: Tracked, num_before: int) -> None:
+            name = tracked.request.request_id
+            states = None if offers is None else offers.get(name, ())
+            computed.append((tracked, num_before, num_before + num_scheduled[name], states))
+
         for new in output.scheduled_new_reqs:
             if tracked := self._requests.get(new.req_id):
-                tracked.pages, tracked.is_running = list(new.block_ids[GROUP]), True
-                computed.append((tracked, new.num_computed_tokens + num_scheduled[new.req_id]))
+                tracked.set_pages(new.block_ids)
+                tracked.is_running = True
+                self._fence(tracked, new.num_computed_tokens)
+                note(tracked, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        for request_id, pages, before in (row for row in rows if row[0] in due):
+        for request_id, tables, before in (row for row in rows if row[0] in due):
             if tracked := self._requests.get(request_id):
                 if request_id in cached.resumed_req_ids:
-                    tracked.pages, tracked.is_running = [], True
-                if pages is not None:
-                    tracked.pages += pages[GROUP]
-                computed.append((tracked, before + num_scheduled[request_id]))
+                    tracked.set_pages(tables or [()] * len(self._groups))
+                    tracked.is_running = True
+                    self._fence(tracked, before)
+                elif tables is not None:
+                    for blocks, pages in zip(tracked.groups, tables, strict=True):
+                        self._lose(pages if self._read else ())
+                        blocks.pages += pages
+                note(tracked, before)
         self._store(computed)
 
-    def finish(self, request: Any, pages: Sequence[int]) -> bool:
-        """Note that a request has finished. Return whether stores still read its pages."""
+    def finish(self, request: Any, tables: Sequence[Sequence[int]]) -> bool:
+        """Note that a request has finished. Return whether stores still read its pages.
+
+        tables: Its pages in each KV group.
+        """
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False
         self._queued.on_dequeued(request.request_id)
-        if tracked.is_running and pages:
+        if tracked.is_running and any(tables):
             # What the last steps have computed may have been hashed only now.
-            tracked.pages = list(pages)
-            self._store([(tracked, min(request.num_computed_tokens, request.num_tokens - 1))])
+            tracked.set_pages(tables)
+            num_computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._store([(tracked, num_computed, num_computed, ())])
         self.manager.finish(request.request_id)
         if all(self._jobs[job_id].is_dropped for job_id in tracked.stores):
             return False
@@ -337,9 +537,10 @@ class SchedulerHalf:
         """
         failed = set(pages)
         for job in self._jobs.values() if failed else ():
-            if job.is_store and not job.is_dropped and not failed.isdisjoint(job.of.pages):
+            is_open = job.is_store and not job.is_dropped
+            if is_open and not all(failed.isdisjoint(each.pages) for each in job.of.groups):
                 job.is_dropped = True
-                job.of.num_stored = 0
+                job.of.begin_anew()
 
     def hear(self, message: RankMessage) -> None:
         """Process the reports of the ranks."""
@@ -368,7 +569,13 @@ class SchedulerHalf:
     def _end(self, job_id: int, job: RunningJob) -> None:
         if job.is_store:
             job.of.stores.discard(job_id)
-            self.manager.end_store(job.keys, job.of.state, success=not job.is_dropped)
+            if job.lost:
+                self.manager.end_store(list(job.lost), job.of.state, success=False)
+            for page in job.moving:
+                if self._read.get(page, (None, b""))[0] is job:
+                    del self._read[page]
+            kept = [key for key in job.keys if key not in job.lost]
+            self.manager.end_store(kept, job.of.state, success=not job.is_dropped)
         else:
             self.manager.end_load(job.keys, job.of.state)
 
@@ -376,11 +583,12 @@ class SchedulerHalf:
         """Forget all KV and all copies in flight. The ranks end these before they begin others."""
         self.manager.reset_cache()
         self._jobs.clear()
+        self._read.clear()
         self._stores.clear()
         self._waits = True
         for tracked in self._requests.values():
             tracked.stores.clear()
-            tracked.num_stored = 0
+            tracked.begin_anew()
 
     @property
     def has_pending_work(self) -> bool:

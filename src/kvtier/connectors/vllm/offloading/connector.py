@@ -311,7 +311,7 @@ class KvtierOffloadingConnector(RecordedConnector):
     ) -> Callable[[EnginePages], Shards]:
         """Return the function that cuts this rank's blocks into shards."""
         assert self.connector_worker is not None, "the scheduler's side has no ranks"
-        sizes, layers = self._spec.sizes, self._layers(groups)[0]
+        sizes, layers = self._spec.sizes, self._layers(groups)
         division = division_of(self._vllm_config, sizes.settings)
         num_pages, slot_bytes = sizes.facts.pages_per_block, sizes.slot_bytes
         return lambda pages: shards_of(pages, layers, kv_caches, division, num_pages, slot_bytes)

@@ -12,7 +12,7 @@ import numpy as np
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
-from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, RequestBlocks
+from kvtier.connectors.vllm.shared.prompt import RequestBlocks, group_of
 from kvtier.core.keys import TOKEN_DTYPE
 from kvtier.node.client.cache import NodeCache
 from kvtier.node.wire.protocol import MAX_EXTRA_BYTES, DescribeNotice
@@ -137,10 +137,10 @@ class NodeDescriber:
         run: list[bytes] = []
         begin = next_end = -1
         for key in keys:
-            num, end = self._block_tokens[_group(key)], request.ends.get(key, 0)
+            num, end = self._block_tokens[group_of(key)], request.ends.get(key, 0)
             if end < num or end % self._tokens_per_hash:
                 continue  # the end of a prompt with recurrent layers: routers know whole blocks
-            is_next = end == next_end and _group(key) == _group(run[-1]) and len(run) < MAX_RUN
+            is_next = end == next_end and group_of(key) == group_of(run[-1]) and len(run) < MAX_RUN
             if not is_next:
                 if run:
                     yield run, begin
@@ -153,7 +153,7 @@ class NodeDescriber:
     def _notice(
         self, keys: Sequence[bytes], begin: int, request: RequestBlocks
     ) -> DescribeNotice | None:
-        group, source = _group(keys[0]), request.source
+        group, source = group_of(keys[0]), request.source
         end = begin + len(keys) * self._block_tokens[group]
         found = Description.of(source, self._tokens_per_hash, begin, end)
         parent, *hashes = map(_packed, [found.parent, *found.hashes])
@@ -179,10 +179,6 @@ class NodeDescriber:
             lora_name=lora_name,
             extra_keys=encoded,
         )
-
-
-def _group(key: bytes) -> int:
-    return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
 def _packed(published: object) -> bytes:

@@ -15,16 +15,22 @@ from blake3 import blake3
 
 from kvtier.connectors.common.names import BlockNames as SharedNames
 from kvtier.connectors.common.weights import Source
+from kvtier.connectors.vllm.shared.reach import WHOLE, GroupReach
 from kvtier.core.keys import Namespace
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """One KV group. group_id: its place among vLLM's."""
+    """One KV group.
+
+    group_id: its place among vLLM's. reach: what its layers need of a prompt to go on from a token;
+    of interest to the front that decides on groups itself.
+    """
 
     group_id: int
     tokens_per_page: int
     layer_names: tuple[str, ...]
+    reach: GroupReach = WHOLE
 
 
 @dataclass(frozen=True, slots=True)

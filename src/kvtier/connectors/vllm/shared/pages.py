@@ -11,10 +11,11 @@ attention backend:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,10 @@ def _page_bytes(spec: object) -> list[int]:
     not in the one without padding.
     """
     names = ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes")
-    found: Iterable[int | None] = (getattr(spec, name, None) for name in names)
+    found: list[int | None] = [getattr(spec, name, None) for name in names]
+    if (shapes := getattr(spec, "shapes", None)) is not None:  # states: without padding
+        kinds = zip(shapes, spec.dtypes, strict=True)  # type: ignore[attr-defined]
+        found.insert(0, sum(prod(shape) * kind.itemsize for shape, kind in kinds))
     return list(dict.fromkeys(each for each in found if each))
 
 

@@ -35,6 +35,11 @@ def group_bytes(group: int) -> bytes:
     return group.to_bytes(GROUP_BYTES, "big")
 
 
+def group_of(key: bytes) -> int:
+    """Return the KV group of a block."""
+    return int.from_bytes(key[-GROUP_BYTES:], "big")
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Block sizes of an engine.

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from blake3 import blake3
 
+from kvtier.connectors.common.paged_pool import PoolShare
 from kvtier.connectors.vllm.shared.pages import (
     Cache,
     EnginePages,
@@ -166,33 +167,40 @@ def layout_of(
 
 def shards_of(
     pages: EnginePages,
-    layers: Sequence[LayerSize],
+    groups: Sequence[Sequence[LayerSize]],
     kv_caches: Mapping[str, Cache],
     division: Division,
     pages_per_block: int,
     slot_bytes: int,
 ) -> Shards:
-    """Return the shards that a rank has of its blocks, which are of one KV group.
+    """Return the shards that a rank has of its blocks.
+
+    Blocks of all KV groups are cut alike: where a group has fewer layers, the rest of a shard is
+    unused.
+
+    groups: the layers of each KV group.
 
     Raises ``LayoutError`` if the axis of heads is not clear, or the shards have unequal sizes.
     """
-    if len(pages.groups) != 1:
-        raise LayoutError(
-            f"storage_shards: blocks of {len(pages.groups)} KV groups can't be cut by heads; leave "
-            "it out"
-        )
-    slots = _Slots.of(pages, pages_per_block)
+    cuts = [
+        _cut(_Slots.of(shares, pages_per_block), layers, kv_caches, division, pages.num_pages)
+        for shares, layers in zip(pages.groups, groups, strict=True)
+    ]
+    if any(len(cut) != len(cuts[0]) for cut in cuts):
+        raise LayoutError("storage_stages: a KV group has no layers in some stage; leave it out")
     names, offsets, sizes = [], [], []
-    for stage in _stages(division, layers):
-        own = _own_kv(stage, kv_caches, pages.num_pages, division)
-        # Layers that share their KV have it once, under the name of the last one.
-        own = [*{each.parts[0].data_ptr(): each for each in own}.values()]
-        told = [[each.name, each.describe(division.shard_heads)] for each in own]
-        for first in division.firsts:
-            names.append(division.shard_name(first, told))
-            at, num_bytes = slots.pieces(own, first, division.shard_heads)
-            offsets.append(at)
-            sizes.append(num_bytes)
+    for number, of_groups in enumerate(zip(*cuts, strict=True)):
+        first = division.firsts[number % len(division.firsts)]
+        layers = [part.layers for part in of_groups]
+        names.append(division.shard_name(first, layers if len(layers) > 1 else layers[0]))
+        largest = max(of_groups, key=lambda part: len(part.sizes))
+        if not all(part.is_within(largest) for part in of_groups):
+            raise LayoutError(
+                "storage_shards: layers of the KV groups differ in the heads or the size of their "
+                "pages; leave it out"
+            )
+        offsets.append(largest.offsets)
+        sizes.append(largest.sizes)
     if any(not np.array_equal(size, sizes[0]) for size in sizes):
         totals = ", ".join(str(int(size.sum())) for size in sizes)
         raise LayoutError(
@@ -200,6 +208,47 @@ def shards_of(
             "number of storage_stages"
         )
     return Shards.joined(names, np.stack(offsets), sizes[0], slot_bytes, division.is_writer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Part of a group's blocks that is one shard.
+
+    layers: what decides on the order of its bytes. offsets, sizes: int64 [num_pieces], of its
+    pieces in a block's slot.
+    """
+
+    layers: Sequence[object]
+    offsets: Int64s
+    sizes: Int64s
+
+    def is_within(self, other: _Part) -> bool:
+        """Whether its pieces are the first ones of another group's part."""
+        num = len(self.sizes)
+        return np.array_equal(self.offsets, other.offsets[:num]) and np.array_equal(
+            self.sizes, other.sizes[:num]
+        )
+
+
+def _cut(
+    slots: _Slots,
+    layers: Sequence[LayerSize],
+    kv_caches: Mapping[str, Cache],
+    division: Division,
+    num_pages: int,
+) -> list[_Part]:
+    """Return the parts of a group's blocks, stage by stage."""
+    parts: list[_Part] = []
+    for stage in _stages(division, layers):
+        own = _own_kv(stage, kv_caches, num_pages, division)
+        # Layers that share their KV have it once, under the name of the last one.
+        own = [*{each.parts[0].data_ptr(): each for each in own}.values()]
+        described = [[each.name, each.describe(division.shard_heads)] for each in own]
+        parts += [
+            _Part(described, *slots.pieces(own, first, division.shard_heads))
+            for first in division.firsts
+        ]
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +261,7 @@ class _Slots:
     pages_per_block: int
 
     @classmethod
-    def of(cls, pages: EnginePages, pages_per_block: int) -> _Slots:
-        (group,) = pages.groups
+    def of(cls, group: Sequence[PoolShare], pages_per_block: int) -> _Slots:
         nbytes = np.array([share.nbytes for share in group], np.int64)
         address = np.array([share.address for share in group], np.int64)
         order = np.argsort(address)
