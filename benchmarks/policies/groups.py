@@ -3,8 +3,8 @@
     python -m benchmarks.policies.groups --traces DIR            a table
     python -m benchmarks.policies.groups --traces DIR --json -   JSON on stdout as well
 
-The requests of traces go through index and ladder, by the rules of kvtier's connector for vLLM.
-Needs zstd. See README.md for the method.
+The requests of traces go through index and ladder, by the rules of kvtier's connectors for vLLM and
+SGLang. Needs zstd. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from benchmarks.report.targets import judged
 from kvtier.cache.block_cache import BlockState
 from kvtier.cache.ladder import LadderOptions
 from kvtier.cache.local import LocalBlockCache
+from kvtier.connectors.sglang.shared.prefix_hits import side_cuts
 from kvtier.connectors.vllm.shared.names import EngineFacts, GroupFacts
 from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, Cuts, RequestBlocks, group_key
 from kvtier.core.types import HOST
@@ -176,6 +178,71 @@ class GroupReplay:
         self._index.check_invariants()
 
 
+POOLS = {
+    "SGLang, states": 1,
+    "SGLang, windows of 1,024": 2,
+    "SGLang, windows of 4,096": 8,
+}
+"""Pages in front of a cut that a pool beside the KV pool needs; it gets the last of a prompt."""
+
+
+class PoolReplay:
+    """Two pools of ``capacity_blocks`` pages each, used as SGLang's tree does.
+
+    A page is a block of the trace. Its last one, which is not whole, is none.
+
+    Attributes:
+        num_hits: tokens in front of the last cut, at each request's arrival.
+    """
+
+    def __init__(self, num_last: int, policy: str, capacity_blocks: int) -> None:
+        self.num_hits = 0
+        self._num_last = num_last
+        self._now = 0.0
+        self._kv, self._side = (self._pool(policy, capacity_blocks) for _ in range(2))
+        self._side.set_num_last(num_last)
+
+    def _pool(self, policy: str, capacity_blocks: int) -> LocalBlockCache:
+        host = DistantAllocator(capacity_blocks)
+        host.open(capacity_blocks)
+        index = make_key_index({HOST: policy}, lambda: NAMESPACE)
+        options, mover = LadderOptions(1), AtOnce([])
+        return LocalBlockCache(
+            index, {HOST: host}, mover, options, lambda: NAMESPACE, lambda: self._now
+        )
+
+    def request(self, keys: Keys, now_s: float) -> None:
+        self._now = now_s
+        path = [key.tobytes() for key in keys[:-1]]
+        in_kv, in_side = (
+            [state is BlockState.MEMORY for state in pool.locate_all(path)]
+            for pool in (self._kv, self._side)
+        )
+        num_found = [*in_kv, False].index(False)
+        cut = max(side_cuts(in_side, self._num_last, num_found), default=0)
+        last = slice(max(0, cut - self._num_last), cut)
+        tail = path[max(cut, len(path) - self._num_last) :]
+        for pool, loaded, new in (
+            (self._kv, path[:cut], path[cut:]),
+            (self._side, path[last], tail),
+        ):
+            pool.on_request(path)
+            pool.hold(loaded)
+            pool.release(loaded)
+            room = pool.reserve(new)
+            if room is None:  # as many as there is room for
+                room = pool.reserve(new[: pool.ladder.num_available(HOST)])
+            if room is not None:
+                pool.commit(room.keys, [0] * len(room.keys))
+            pool.touch([*loaded, *new])
+            pool.take_changes()
+        self.num_hits += cut * BLOCK_TOKENS
+
+    def check_invariants(self) -> None:
+        self._kv.check_invariants()
+        self._side.check_invariants()
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One policy, model and capacity."""
@@ -195,14 +262,18 @@ _replayed: list[Trace] = []
 
 def measure(number: int, model: str, share: float) -> list[Row]:
     """Replay a whole trace under each policy, beginning with an empty tier."""
-    trace, groups = _replayed[number], MODELS[model]
-    maker, unique = GroupReplay(groups, LRU, 1), set[int]()
-    for keys in trace.chains:
-        unique.update(map(hash, maker.path(keys)))
-    capacity = int(share * len(unique))
-    rows = []
+    trace, unique, rows = _replayed[number], set[int](), []
+    make: Callable[[str, int], GroupReplay | PoolReplay]
+    if model in POOLS:
+        make, capacity = partial(PoolReplay, POOLS[model]), int(share * trace.num_unique)
+    else:
+        make = partial(GroupReplay, MODELS[model])
+        maker = GroupReplay(MODELS[model], LRU, 1)
+        for keys in trace.chains:
+            unique.update(map(hash, maker.path(keys)))
+        capacity = int(share * len(unique))
     for policy in POLICIES:
-        replay = GroupReplay(groups, policy, capacity)
+        replay = make(policy, capacity)
         for at, keys in zip(trace.times, trace.chains, strict=True):
             replay.request(keys, at)
         replay.check_invariants()
@@ -251,7 +322,8 @@ def main(arguments: list[str] | None = None) -> None:
         default=default_folder(),
         help=f"folder of the traces; else ${FOLDER}, or shared/traces beside the sources",
     )
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    names = [*MODELS, *POOLS]
+    parser.add_argument("--models", nargs="+", choices=names, default=names)
     parser.add_argument(
         "--shares", nargs="+", type=float, default=list(SHARES), help="of the unique blocks"
     )

@@ -207,6 +207,17 @@ def test_a_hit_ends_where_every_group_has_what_it_needs(policy: str) -> None:
     assert replay.num_hits == 4096 + 8192
 
 
+@pytest.mark.parametrize("policy", groups.POLICIES)
+def test_a_hit_in_pools_ends_where_the_side_pool_has_its_pages(policy: str) -> None:
+    prompt = np.arange(20, dtype=np.uint64)
+    replay = groups.PoolReplay(2, policy, 100)
+    replay.request(prompt[:9], 0.0)
+    replay.request(prompt, 1.0)
+    replay.request(np.array([0, 1, 2, 3, 50, 51], np.uint64), 2.0)
+    replay.check_invariants()
+    assert replay.num_hits == 8 * 512, "it has no pages where the third prompt leaves the others"
+
+
 def test_gains_are_judged_over_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = Trace("made", [0.0, 1.0], [np.arange(8, dtype=np.uint64)] * 2)
     monkeypatch.setattr(groups, "_replayed", [trace])
