@@ -4,21 +4,23 @@
     python -m scripts.model_coverage tables          write the table of docs/models.md
     python -m scripts.model_coverage tables --check  exit with 1 if it is out of date
 
-A kind is a small random checkpoint. It is tried as a user would: the engine loads it and checks
-itself. Of what is served, logits are compared with transformers' own, and with the engine's from
-device memory, from host memory, and from disk after a restart.
+A kind is a small random checkpoint. It is tried in three dtypes as a user would: the engine loads
+it and checks itself. Of what is served, logits are compared with transformers' own, and with the
+engine's from device memory, from host memory, and from disk after a restart. Each kind is recorded
+when it has been tried.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +31,9 @@ PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- Written by scripts/model_coverage.py: -->\n", "<!-- end -->\n"
 
 WINDOW = 48
-CHUNK, BLOCK, NUM_TOKENS, NUM_NEW = 32, 16, 300, 4
+CHUNK, BLOCK, NUM_TOKENS, NUM_NEW, NUM_PROMPTS = 32, 16, 300, 8, 3
+DTYPES = ("float32", "bfloat16", "float16")
+TIERS = "device, host, disk"
 LARGEST = 30_000_000
 """Parameters of a checkpoint; a kind with more is not tried."""
 
@@ -113,6 +117,8 @@ SIZES: Mapping[str, Any] = {
 MLA = {"num_key_value_heads": 4, "head_dim": 8}
 LINEAR = ["linear_attention"] * 3 + ["full_attention"]
 SLIDING = ["sliding_attention", "full_attention"] * 2
+MAX_ROUNDING = 3.0
+"""Largest difference in 16 bits, relative to that of transformers' own logits."""
 DEFAULT = object()
 """The value that the configuration has by itself, in spite of ``SIZES``."""
 
@@ -216,29 +222,28 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Outcome:
-    """Result of one kind.
+    """Result of one kind in one dtype.
 
     served: by which runner; "" if refused. reason: of a refusal, or of what went wrong.
     attention: kinds of attention of a served model.
-    difference, decoded: largest difference of logits from transformers' own, relative to the
-    largest logit: for the prompt in one shot, and for the tokens after it.
-    exact: whether logits from device, host and disk are those of a cold run, bit for bit.
+    difference: of logits from transformers' own, relative to the largest logit: the largest one of
+    the prompt in one shot and the tokens after it. In 16 bits that of the median token, from logits
+    that transformers computes in float32.
+    allowed: for the difference. In 16 bits it rests on that of transformers' own logits.
+    exact: tiers from which logits are those of a cold run, bit for bit.
     """
 
     served: str = ""
     reason: str = ""
     attention: str = ""
     difference: float = 0.0
-    decoded: float = 0.0
-    exact: list[bool] = field(default_factory=list)
+    allowed: float = 1e-3
+    exact: str = ""
 
     @property
     def is_wrong(self) -> bool:
         """Whether the model is served, and not as it should be."""
-        return bool(self.served) and not (
-            self.difference < 1e-3 and self.decoded < 1e-3 and len(self.exact) == 3
-            and all(self.exact)
-        )  # fmt: skip
+        return bool(self.served) and not (self.difference < self.allowed and self.exact == TIERS)
 
 
 # -- one kind --------------------------------------------------------------------------------------
@@ -300,8 +305,12 @@ def save(name: str, kind: str, folder: Path) -> None:
         shutil.copy(tokenizer / file, folder)
 
 
-def attempt(name: str, folder: Path, disk: Path) -> Outcome:
-    """Return what the engine makes of a checkpoint of kind ``name``."""
+def attempt(name: str, folder: Path, disk: Path, dtype: str = "float32", seed: int = 1) -> Outcome:
+    """Return what the engine makes of a checkpoint of kind ``name``.
+
+    In 16 bits rounding may send a token to another expert, and all later ones attend to it. After a
+    large difference another prompt is tried, two times at most.
+    """
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
@@ -313,6 +322,7 @@ def attempt(name: str, folder: Path, disk: Path) -> Outcome:
 
     config = EngineConfig(
         model=str(folder),
+        dtype=dtype,
         block_size=BLOCK,
         chunk_tokens=CHUNK,
         device_capacity="24MiB",
@@ -341,7 +351,7 @@ def attempt(name: str, folder: Path, disk: Path) -> Outcome:
         told = str(error).removeprefix("model: ").removeprefix(repr(str(folder)))
         return Outcome(reason=told.removeprefix(":").strip().replace(str(folder), name))
     with engine:
-        random = torch.Generator().manual_seed(1)
+        random = torch.Generator().manual_seed(seed)
         prompt = torch.randint(3, engine.info.vocab_size, (NUM_TOKENS,), generator=random).tolist()
         attention, runner = engine.profile.features(), engine.profile.runner_name
         cold = ask(engine)
@@ -353,20 +363,38 @@ def attempt(name: str, folder: Path, disk: Path) -> Outcome:
     with Engine(config) as again:
         warm.append(ask(again, "disk"))
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        folder, dtype=dtype, attn_implementation="eager", trust_remote_code=False
     ).eval()
+    text = torch.tensor([prompt + list(cold.token_ids[:-1])])
+    tiers = TIERS.split(", ")
+    exact = [tier for tier, found in zip(tiers, warm, strict=True) if _equal(cold, found)]
+    outcome = Outcome(served=runner, attention=attention, exact=", ".join(exact))
     with torch.inference_mode():
-        text = torch.tensor([prompt + list(cold.token_ids[:-1])])
-        own = model(text, use_cache=False).logits[0, NUM_TOKENS - 1 :].numpy()
-    scale = np.abs(own).max(-1)
-    off = np.abs(np.asarray(cold.logits) - own).max(-1) / scale
-    return Outcome(
-        served=runner,
-        attention=attention,
-        difference=float(off[0]),
-        decoded=float(off[1:].max()),
-        exact=[np.array_equal(cold.logits, each.logits) for each in warm],
-    )
+        own = model(text, use_cache=False).logits[0, NUM_TOKENS - 1 :].float().numpy()
+        if dtype == "float32":
+            outcome.difference = float(_off(np.asarray(cold.logits), own).max())
+            return outcome
+        model = copy.deepcopy(model).float()
+        right = model(text, use_cache=False).logits[0, NUM_TOKENS - 1 :].numpy()
+    rounding = float(np.median(_off(own, right)))
+    outcome.difference = float(np.median(_off(np.asarray(cold.logits), right)))
+    outcome.allowed = MAX_ROUNDING * max(rounding, 2 * torch.finfo(getattr(torch, dtype)).eps)
+    if outcome.is_wrong and outcome.exact == TIERS and seed < NUM_PROMPTS:
+        return attempt(name, folder, disk.with_name(f"{dtype}-{seed}"), dtype, seed + 1)
+    return outcome
+
+
+def _equal(cold: Any, found: Any) -> bool:
+    import numpy as np
+
+    return np.array_equal(cold.logits, found.logits)
+
+
+def _off(found: Any, right: Any) -> Any:
+    """Return each token's largest difference, relative to its largest logit."""
+    import numpy as np
+
+    return np.abs(found - right).max(-1) / np.abs(right).max(-1)
 
 
 def run(names: list[str]) -> bool:
@@ -381,27 +409,35 @@ def run(names: list[str]) -> bool:
     transformers.logging.disable_progress_bar()
     known = kinds()
     found = read_record()["kinds"] if names else {}
+    found = {name: outcomes for name, outcomes in found.items() if name in known}
     for name in names or known:
+        found.pop(name, None)
         with TemporaryDirectory() as folder:
-            model, disk = Path(folder, "model"), Path(folder, "disk")
+            model = Path(folder, "model")
             try:
                 save(name, known[name], model)
             except Exception as error:  # any type: each kind fails in its own way
                 print(f"{name:22} not tried: {_reason(error)}", flush=True)
-                found.pop(name, None)
                 continue
-            try:
-                outcome = attempt(name, model, disk)
-            except Exception as error:
-                outcome = Outcome(served="?", reason=_reason(error))
-        found[name] = {"type": known[name], **asdict(outcome)}
-        what = "WRONG " if outcome.is_wrong else outcome.served or "refused"
-        told = outcome.reason or f"{outcome.difference:.1e} {outcome.decoded:.1e} {outcome.exact}"
-        print(f"{name:22} {what} {outcome.attention} {told}", flush=True)
-    found = {name: each for name, each in found.items() if name in known}
-    record = {"transformers": transformers.__version__, "kinds": dict(sorted(found.items()))}
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    return not any(each.is_wrong for each in outcomes_of(record).values())
+            found[name] = {"type": known[name]}
+            for dtype in DTYPES:
+                try:
+                    outcome = attempt(name, model, Path(folder, dtype), dtype)
+                except Exception as error:
+                    outcome = Outcome(served="?", reason=_reason(error))
+                found[name][dtype] = asdict(outcome)
+                what = "WRONG " if outcome.is_wrong else outcome.served or "refused"
+                told = outcome.reason or (
+                    f"{outcome.difference:.1e} < {outcome.allowed:.1e}; {outcome.exact}"
+                )
+                print(f"{name:22} {dtype:8} {what} {outcome.attention} {told}", flush=True)
+        record = {"transformers": transformers.__version__, "kinds": dict(sorted(found.items()))}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    return not any(
+        outcome.is_wrong
+        for kind in outcomes_of(read_record()).values()
+        for outcome in kind.values()
+    )
 
 
 def _reason(error: BaseException) -> str:
@@ -417,11 +453,11 @@ def read_record() -> dict[str, Any]:
     return record
 
 
-def outcomes_of(record: Mapping[str, Any]) -> dict[str, Outcome]:
-    """Return the outcomes, by kind."""
+def outcomes_of(record: Mapping[str, Any]) -> dict[str, dict[str, Outcome]]:
+    """Return the outcomes, by kind and dtype."""
     return {
-        name: Outcome(**{key: value for key, value in each.items() if key != "type"})
-        for name, each in record["kinds"].items()
+        name: {dtype: Outcome(**found[dtype]) for dtype in DTYPES}
+        for name, found in record["kinds"].items()
     }
 
 
@@ -429,23 +465,34 @@ def rows() -> Iterator[str]:
     """Yield the lines of the table."""
     record = read_record()
     found = outcomes_of(record)
-    served = {name: each for name, each in found.items() if each.served}
-    refused = {name: each for name, each in found.items() if not each.served}
-    wrong = sum(each.is_wrong for each in found.values())
+    served = {name: kind for name, kind in found.items() if kind["float32"].served}
+    refused = {name: kind for name, kind in found.items() if name not in served}
+    wrong = sum(any(outcome.is_wrong for outcome in kind.values()) for kind in found.values())
     counts = f"{len(served)} are served, {len(refused)} are refused, {wrong} are served wrong."
     yield f"With transformers {record['transformers']}, {len(found)} kinds were tried: {counts}"
     yield ""
-    yield "| kind | runner | attention | from transformers | device, host, disk |"
-    yield "| -- | -- | -- | -- | -- |"
-    for name, each in served.items():
-        most = max(each.difference, each.decoded)
-        exact = "equal" if each.exact and all(each.exact) else "differ"
-        yield f"| {name} | {each.served} | {each.attention} | {most:.0e} | {exact} |"
+    yield "| kind | runner | attention | float32 | bfloat16 | float16 | device, host, disk |"
+    yield "| -- | -- | -- | -- | -- | -- | -- |"
+    for name, kind in served.items():
+        first = kind["float32"]
+        halves = " | ".join(map(_against_rounding, (kind[dtype] for dtype in DTYPES[1:])))
+        is_equal = all(outcome.exact == TIERS for outcome in kind.values() if outcome.served)
+        exact = "equal" if is_equal else "differ"
+        yield (
+            f"| {name} | {first.served} | {first.attention} | {first.difference:.0e} | {halves} | "
+            f"{exact} |"
+        )
     yield ""
     yield "| kind | refused, because it |"
     yield "| -- | -- |"
-    for name, each in refused.items():
-        yield f"| {name} | {each.reason.partition(';')[0]} |"
+    for name, kind in refused.items():
+        yield f"| {name} | {kind['float32'].reason.partition(';')[0]} |"
+
+
+def _against_rounding(outcome: Outcome) -> str:
+    if not outcome.served:
+        return "refused"
+    return f"{outcome.difference / outcome.allowed * MAX_ROUNDING:.1f}"
 
 
 def write_tables(*, is_check: bool = False) -> bool:

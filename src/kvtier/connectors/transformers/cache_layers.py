@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -469,22 +469,71 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
     """Let a model compute in float32 for a while. Its own tensors are put back unchanged.
 
     In 16 bits rounding is as large as the differences of a model that does not continue its own
-    cache.
+    cache. If a copy of all weights does not fit into memory, each layer has one while it runs.
 
     Raises ``NoFloat32Error`` if it can't: weights in other forms than plain tensors, no memory.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    _refuse_other_forms(model, tensors)
-    halves = [tensor for tensor in tensors if tensor.dtype in HALVES]
-    _refuse_large(halves)
-    kept = [(tensor, tensor.data) for tensor in halves]
+    _refuse_other_forms(model, [*model.parameters(), *model.buffers()])
+    halves, layers = _Halves([*model.modules()]), list[_Halves]()
     try:
-        for tensor, data in kept:
-            tensor.data = data.float()
+        _refuse_large(halves.tensors)
+    except NoFloat32Error:
+        modules = [*_repeated(model)]
+        layers = [_Halves([*module.modules()]) for module in modules]
+        within = {id(module) for top in modules for module in top.modules()}
+        halves = _Halves([module for module in model.modules() if id(module) not in within])
+        largest = max(layers, key=lambda layer: layer.num_bytes, default=halves)
+        _refuse_large([*halves.tensors, *largest.tensors])
+    with ExitStack() as stack:
+        for layer, module in zip(layers, modules if layers else (), strict=True):
+            before = module.register_forward_pre_hook(layer.widen)
+            after = module.register_forward_hook(layer.put_back, always_call=True)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        stack.callback(halves.put_back)
+        halves.widen()
+        if model.dtype is not torch.float32:
+            raise NoFloat32Error("its dtype is that of a layer")
         yield
-    finally:
-        for tensor, data in kept:
-            tensor.data = data
+
+
+class _Halves:
+    """Parameters and buffers of some modules in 16 bits, which have copies in float32 for a while.
+
+    The modules are given other tensors: data of inference tensors can't be exchanged.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._places = [
+            (module, name, tensor)
+            for module in modules
+            for name, tensor in (
+                *module.named_parameters(recurse=False, remove_duplicate=False),
+                *module.named_buffers(recurse=False, remove_duplicate=False),
+            )
+            if tensor.dtype in HALVES
+        ]
+        self.tensors = [*{id(tensor): tensor for *_, tensor in self._places}.values()]
+        self.num_bytes = sum(tensor.nbytes for tensor in self.tensors)
+
+    def widen(self, *_: object) -> None:
+        wide = {id(tensor): tensor.detach().float() for tensor in self.tensors}
+        for module, name, tensor in self._places:
+            is_weight = isinstance(tensor, torch.nn.Parameter)
+            new = wide[id(tensor)]
+            setattr(
+                module, name, torch.nn.Parameter(new, requires_grad=False) if is_weight else new
+            )
+
+    def put_back(self, *_: object) -> None:
+        for module, name, tensor in self._places:
+            setattr(module, name, tensor)
+
+
+def _repeated(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield a model's layers: the elements of each outermost list of modules."""
+    for child in module.children():
+        yield from child if isinstance(child, torch.nn.ModuleList) else _repeated(child)
 
 
 def _refuse_other_forms(model: PreTrainedModel, tensors: list[torch.Tensor]) -> None:

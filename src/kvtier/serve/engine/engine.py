@@ -33,7 +33,7 @@ from kvtier.serve.engine.audits import Audits
 from kvtier.serve.engine.config import EngineConfig, EngineInfo
 from kvtier.serve.engine.grammar import Grammar, Grammars
 from kvtier.serve.engine.inbox import Inbox
-from kvtier.serve.engine.models import load_model
+from kvtier.serve.engine.models import LoadedModel, load_model
 from kvtier.serve.engine.request import (
     Completion,
     Request,
@@ -43,7 +43,7 @@ from kvtier.serve.engine.request import (
 )
 from kvtier.serve.engine.sampling import Sampler, SamplingParams
 from kvtier.serve.engine.scheduler import Preview, Scheduler
-from kvtier.serve.engine.self_check import check_in_float32, check_model, num_check_tokens
+from kvtier.serve.engine.self_check import choose_runner
 from kvtier.tiers.row import lossy_codec
 
 logger = logging.getLogger(__name__)
@@ -70,24 +70,22 @@ class Engine:
         copier = find_device(device_name)
         copier.prepare()
         warn_of_untested()
-        model = load_model(config.model, device, config.dtype)
-        group = model.profile.group(config.block_size)
-        block_bytes = model.profile.pool_group(config.block_size).bytes_per_block
-        capacity = parse_size(config.device_capacity, "device_capacity")
-        num_blocks = capacity // block_bytes
-        room_blocks = model.profile.room(num_blocks, config.block_size, config.chunk_tokens)
-        room = room_blocks * config.block_size
-        if room <= config.chunk_tokens:
-            num_others = num_blocks - room_blocks
-            with_others = f" and {num_others} blocks of state" if num_others else ""
-            raise ConfigError(
-                f"device_capacity: {capacity / 2**20:.1f} MiB is room for {num_blocks} blocks of "
-                f"{block_bytes} bytes, less than one chunk of "
-                f"{config.chunk_tokens} tokens{with_others}; raise it"
+        model, self.check = choose_runner(
+            config.model,
+            load_model(config.model, device, config.dtype),
+            config.block_size,
+            config.chunk_tokens,
+            lambda model: min(_limits(config, model).values()),
+        )
+        if model.profile.slow_because:
+            logger.warning(
+                "model: decode steps run one sequence at a time, by transformers' own attention, "
+                "because %s",
+                model.profile.slow_because,
             )
-        limits = {"the model": model.max_tokens, "device_capacity": room}
-        if config.max_model_tokens:
-            limits["max_model_tokens"] = config.max_model_tokens
+        group = model.profile.group(config.block_size)
+        capacity, num_blocks = _capacity(config, model)
+        limits = _limits(config, model)
         limit = min(limits.values())
         self.config = config
         self.profile = model.profile
@@ -107,9 +105,6 @@ class Engine:
             bytes_per_block=group.bytes_per_block,
             context_note=_context_note(limits),
         )
-        num_tokens = num_check_tokens(model, config.chunk_tokens, limit)
-        sizes = config.block_size, config.chunk_tokens
-        check_in_float32(config.model, model, *sizes, num_tokens)
         self._runner = model.profile.make_runner(
             model.module, config.block_size, num_blocks, config.chunk_tokens
         )
@@ -126,7 +121,6 @@ class Engine:
         self.sampling_defaults = model.sampling_defaults
         self._identity = model.identity
         self._weights = model.weights
-        self.check = check_model(config.model, model, self._runner, config.chunk_tokens, num_tokens)
         self._copier = copier
         self._events = BlockLog() if config.events else None
         self._cache = self._runner.open_cache(config.cache, copier, self._events)
@@ -473,6 +467,35 @@ def _device_name(wanted: str) -> str:
         return wanted
     found = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if found is None else found.type
+
+
+def _capacity(config: EngineConfig, model: LoadedModel) -> tuple[int, int]:
+    """Return the bytes of the device's pool, and its blocks."""
+    capacity = parse_size(config.device_capacity, "device_capacity")
+    return capacity, capacity // model.profile.pool_group(config.block_size).bytes_per_block
+
+
+def _limits(config: EngineConfig, model: LoadedModel) -> dict[str, int]:
+    """Return the longest context by what limits it.
+
+    Raises ``ConfigError`` if the device's pool has no room for a chunk.
+    """
+    capacity, num_blocks = _capacity(config, model)
+    room_blocks = model.profile.room(num_blocks, config.block_size, config.chunk_tokens)
+    room = room_blocks * config.block_size
+    if room <= config.chunk_tokens:
+        num_others = num_blocks - room_blocks
+        with_others = f" and {num_others} blocks of state" if num_others else ""
+        block_bytes = model.profile.pool_group(config.block_size).bytes_per_block
+        raise ConfigError(
+            f"device_capacity: {capacity / 2**20:.1f} MiB is room for {num_blocks} blocks of "
+            f"{block_bytes} bytes, less than one chunk of "
+            f"{config.chunk_tokens} tokens{with_others}; raise it"
+        )
+    limits = {"the model": model.max_tokens, "device_capacity": room}
+    if config.max_model_tokens:
+        limits["max_model_tokens"] = config.max_model_tokens
+    return limits
 
 
 def _context_note(limits: Mapping[str, int]) -> str:

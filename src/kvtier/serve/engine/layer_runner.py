@@ -7,10 +7,9 @@ cache has of a prompt is copied into it, and whole chunks are copied out of it.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from weakref import WeakKeyDictionary
 
@@ -36,7 +35,7 @@ from kvtier.observe.block_events import BlockLog
 from kvtier.serve.engine.paged import Span
 from kvtier.serve.engine.pool import zeros_from_a_page
 from kvtier.serve.engine.profile import MeasuredModel, reason
-from kvtier.serve.engine.runner import Runner
+from kvtier.serve.engine.runner import Keep, Runner, kept_logits, places_in
 from kvtier.tiers import DeviceTier
 
 
@@ -119,9 +118,7 @@ class LayerRunner(Runner):
         self._layers = layers
         self._chunk_tokens = chunk_tokens
         self.num_scratch = chunk_tokens // layers.block_tokens
-        parameters = inspect.signature(model.forward).parameters
-        self._keeps_all = "logits_to_keep" not in parameters
-        self._takes_positions = "position_ids" in parameters
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._cache_name = cache_argument(model.forward)
         self._layout = named_layout("block_first", layers.group, num_blocks)
         flat = zeros_from_a_page(self._layout.nbytes, torch.uint8, model.device)
@@ -160,7 +157,7 @@ class LayerRunner(Runner):
 
     @torch.inference_mode()
     def prefill_tail(
-        self, token_ids: Sequence[int], span: Span, keep: int, gate: LayerGate | None = None
+        self, token_ids: Sequence[int], span: Span, keep: Keep, gate: LayerGate | None = None
     ) -> torch.Tensor:
         assert span.lease is not None, "of this runner"
         if gate is not None:
@@ -214,54 +211,44 @@ class LayerRunner(Runner):
         return cache
 
     def _forward(
-        self, token_ids: Sequence[int], start: int, cache: DynamicCache, keep: int
+        self, token_ids: Sequence[int], start: int, cache: DynamicCache, keep: Keep
     ) -> torch.Tensor:
-        """Return the logits of the last ``keep`` tokens: float32 [keep, vocab_size]."""
+        """Return the logits of some tokens: float32 [num_kept, vocab_size]."""
         device = self._model.device
         options: dict[str, object] = {self._cache_name: cache}
-        if not self._keeps_all:
-            options["logits_to_keep"] = keep
         if self._takes_positions:
             positions = torch.arange(start, start + len(token_ids), device=device)
             options["position_ids"] = positions[None]
-        output = self._model(
-            input_ids=torch.tensor([token_ids], device=device),
-            use_cache=True,
-            **options,
-        )
-        logits: torch.Tensor = output.logits[0, -keep:]
-        return logits.float()
+        ids = torch.tensor([token_ids], device=device)
+        return kept_logits(self._model, keep, input_ids=ids, use_cache=True, **options).float()
 
     # -- at load -----------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def rehearse(
-        self, prompt: Sequence[int], keep: Sequence[int], decoded: Sequence[int]
+        self, prompt: Sequence[int], kept: Sequence[int], batches: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        cache, found = self._layers.new_cache(), []
-        steps: dict[int, torch.Tensor] = {}
-        for few, start in zip(keep, range(0, len(prompt), self._chunk_tokens), strict=True):
+        """Do the same as ``Runner.rehearse``. Each chunk continues what blocks have, as a hit."""
+        size, chunks, steps = self.block_size, list[torch.Tensor](), dict[int, torch.Tensor]()
+        slots = [Slot(slot) for slot in range(-(-len(prompt) // size))]
+        states = [Slot(len(slots) + at) for at in range(self._layers.blocks_per_snapshot)]
+        lengths = sorted({length for batch in batches for length in batch})
+        for start in range(0, len(prompt), self._chunk_tokens):
             end = min(start + self._chunk_tokens, len(prompt))
-            # A state can't go back, so decode steps use a copy of it.
-            steps.update(self._decoded(prompt, copy.deepcopy(cache), start, end, decoded))
-            found.append(self._forward(prompt[start:end], start, cache, few))
-        return torch.cat(found + [steps[each] for each in decoded]).cpu()
-
-    def _decoded(
-        self,
-        prompt: Sequence[int],
-        cache: DynamicCache,
-        start: int,
-        end: int,
-        decoded: Sequence[int],
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the logits of decode steps whose token is among ``start .. end``."""
-        at = start
-        for each in sorted(each for each in decoded if start < each <= end):
-            if at < each - 1:
-                self._forward(prompt[at : each - 1], at, cache, 1)
-            yield each, self._forward(prompt[each - 1 : each], each - 1, cache, 1)
-            at = each
+            before = slots[: start // size], states
+            cache, at = self._restored(*before), start
+            for length in (length for length in lengths if start < length <= end):
+                if at < length - 1:
+                    self._forward(prompt[at : length - 1], at, cache, 1)
+                steps[length] = self._forward(prompt[length - 1 : length], length - 1, cache, 1)
+                at = length
+            cache = self._restored(*before)
+            places = places_in(kept, start, end)
+            chunks.append(self._forward(prompt[start:end], start, cache, places))
+            if end < len(prompt):
+                self._layers.save(cache, end, self._blocks, slots[start // size : end // size])
+                self._layers.save_states(cache, self._blocks, states)
+        return torch.cat([*chunks, *(steps[length] for batch in batches for length in batch)]).cpu()
 
     @torch.inference_mode()
     def _timed_prefill(self, first: int, num_tokens: int) -> float:

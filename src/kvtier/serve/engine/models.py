@@ -39,6 +39,17 @@ DEFAULT = "kvtier-tiny"
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+CONTEXT_FIELDS = (
+    "max_position_embeddings",
+    "max_seq_len",
+    "max_target_positions",
+    "seq_length",
+)
+"""Fields of a configuration with the longest context; MPT, Whisper and BLOOM have the others."""
+
+ASSUMED_CONTEXT = 2048
+"""Tokens of a model whose configuration names none, as BLOOM was trained with."""
+
 STEADY_ROTARY = ("default", "linear", "yarn", "llama3", "proportional")
 """Rotary embeddings whose frequencies do not depend on the length of the context."""
 
@@ -80,12 +91,6 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
         module = _place(read_weights(directory, config, dtype), device)
         profile = measure_model(module, name)
         identity = weights.settle()
-    if profile.slow_because:
-        logger.warning(
-            "model: decode steps run one sequence at a time, by transformers' own attention, "
-            "because %s",
-            profile.slow_because,
-        )
     return LoadedModel(
         name=directory.name,
         identity=identity,
@@ -123,12 +128,16 @@ def refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
         )
 
 
-def measure_model(module: PreTrainedModel, name: str) -> MeasuredModel:
+def measure_model(module: PreTrainedModel, name: str, slow_because: str = "") -> MeasuredModel:
     """Return what a loaded model keeps, for the paged runner if that can serve it.
+
+    slow_because: why the paged runner is not to serve it.
 
     Raises ``ConfigError`` if no runner can.
     """
     try:
+        if slow_because:
+            raise ConfigError(slow_because)
         refuse_layers(module.config, name, SERVED_LAYERS, by="paged attention")
         return measure(module, name)
     except ConfigError as error:
@@ -147,13 +156,24 @@ def rotary_types(config: PreTrainedConfig) -> list[object]:
 
 def _max_tokens(config: PreTrainedConfig, name: str) -> int:
     """Return the longest context that the configuration allows."""
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
-        raise ConfigError(
-            f"model: {name!r} has the max_position_embeddings {limit!r}, so that its longest "
-            "context is unknown; give a positive number in its config.json"
-        )
-    return limit
+    text = config.get_text_config(decoder=True)
+    for field in CONTEXT_FIELDS:
+        limit = getattr(text, field, None)
+        if limit is None:
+            continue
+        if not isinstance(limit, int) or limit < 1:
+            raise ConfigError(
+                f"model: {name!r} has the {field} {limit!r}, so that its longest context is "
+                "unknown; give a positive number in its config.json"
+            )
+        return limit
+    logger.warning(
+        "model: %r names no longest context, and %d tokens are assumed; if it takes more, give "
+        "max_position_embeddings in its config.json",
+        name,
+        ASSUMED_CONTEXT,
+    )
+    return ASSUMED_CONTEXT
 
 
 def choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> torch.dtype:

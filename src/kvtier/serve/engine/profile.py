@@ -59,7 +59,7 @@ class MeasuredModel(ABC):
 
     def pool_blocks(self, num_blocks: int, block_size: int, chunk_tokens: int) -> int:
         """Return the blocks of a pool in which a sequence of ``num_blocks`` blocks is computed."""
-        return num_blocks
+        return num_blocks + self.blocks_per_snapshot(block_size)
 
     def room(self, pool_blocks: int, block_size: int, chunk_tokens: int) -> int:
         """Return the blocks of the longest request that a pool of ``pool_blocks`` has room for."""

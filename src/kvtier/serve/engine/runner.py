@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -24,6 +25,9 @@ from kvtier.serve.engine.batch import BatchKV
 from kvtier.serve.engine.config import EngineInfo
 from kvtier.serve.engine.paged import PagedKV, PromptKV, Span
 from kvtier.serve.engine.pool import KVPool
+
+Keep = int | Sequence[int]
+"""Tokens of a forward whose logits are returned: how many last ones, or their places."""
 
 WARM_UP_TOKENS = 4096
 """Longest context of the warm-up."""
@@ -68,15 +72,15 @@ class Runner(ABC):
 
     @abstractmethod
     def prefill_tail(
-        self, token_ids: Sequence[int], span: Span, keep: int, gate: LayerGate | None = None
+        self, token_ids: Sequence[int], span: Span, keep: Keep, gate: LayerGate | None = None
     ) -> torch.Tensor:
         """Compute the KV of a prompt's tokens ``span.start .. span.end``.
 
         token_ids: those tokens.
-        keep: tokens whose logits are returned, the last ones.
+        keep: tokens whose logits are returned.
         gate: of the loads of earlier tokens. The call returns when these have ended, and raises the
         gate's ``DeviceError`` if they take too long.
-        Returns logits: float32 [keep, vocab_size], CPU.
+        Returns logits: float32 [num_kept, vocab_size], CPU.
         """
 
     @abstractmethod
@@ -112,12 +116,13 @@ class Runner(ABC):
 
     @abstractmethod
     def rehearse(
-        self, prompt: Sequence[int], keep: Sequence[int], decoded: Sequence[int]
+        self, prompt: Sequence[int], kept: Sequence[int], batches: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         """Compute a prompt on the grid, and decode steps. The pool's blocks may be overwritten.
 
-        keep: of each chunk, last tokens whose logits are returned.
-        decoded: lengths of sequences whose last token is decoded after the others.
+        kept: positions of the prompt's tokens whose logits are returned, ascending.
+        batches: lengths of the sequences of a decode step, whose last token is decoded after the
+        others.
         Returns logits of the chunks, and of the decode steps: float32 [num_tokens, vocab_size].
         """
 
@@ -158,7 +163,6 @@ class ModelRunner(Runner):
         self._chunk_tokens = chunk_tokens
         self.num_scratch = chunk_tokens // pool.group.block_size
         self._device = model.device
-        self._keeps_all = "logits_to_keep" not in inspect.signature(model.forward).parameters
         self._cache_name = cache_argument(model.forward)
 
     @property
@@ -183,11 +187,11 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def prefill_tail(
-        self, token_ids: Sequence[int], span: Span, keep: int, gate: LayerGate | None = None
+        self, token_ids: Sequence[int], span: Span, keep: Keep, gate: LayerGate | None = None
     ) -> torch.Tensor:
         positions = torch.arange(span.start, span.end)
         kv = PromptKV(self._pool, span, gate)
-        logits = self._forward(torch.tensor(token_ids), positions, kv, keep)[-keep:]
+        logits = self._forward(torch.tensor(token_ids), positions, kv, keep)
         if gate is not None:
             gate.wait()  # first: waiting for the device has no time limit
         return logits.float().cpu()
@@ -224,35 +228,41 @@ class ModelRunner(Runner):
         return logits.index_select(0, torch.tensor(order, device=logits.device).argsort())
 
     def _forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKV, keep: int
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKV, keep: Keep
     ) -> torch.Tensor:
-        """Return the logits of the last ``keep`` tokens of the row; 0 keeps all."""
-        options: dict[str, object] = {self._cache_name: kv}
-        if not self._keeps_all:
-            options["logits_to_keep"] = keep
-        output = self._model(
+        """Return the logits of some tokens of the row; ``keep`` of 0 keeps all."""
+        return kept_logits(
+            self._model,
+            keep,
             input_ids=token_ids[None].to(self._device),
             position_ids=positions[None].to(self._device),
             use_cache=True,
             kv=kv,
-            **options,
+            **{self._cache_name: kv},
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
 
     # -- at load -----------------------------------------------------------------------------------
 
     def rehearse(
-        self, prompt: Sequence[int], keep: Sequence[int], decoded: Sequence[int]
+        self, prompt: Sequence[int], kept: Sequence[int], batches: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         span = self._first_blocks(len(prompt))
-        found = []
-        for few, start in zip(keep, range(0, len(prompt), self._chunk_tokens), strict=True):
+        chunks, steps = list[torch.Tensor](), dict[tuple[int, int], torch.Tensor]()
+        for start in range(0, len(prompt), self._chunk_tokens):
             end = min(start + self._chunk_tokens, len(prompt))
-            found.append(self.prefill_tail(prompt[start:end], span(start, end), few))
-        steps = [span(end - 1, end) for end in decoded]
-        found.append(self.decode([prompt[end - 1] for end in decoded], steps).cpu())
-        return torch.cat(found)
+            places = places_in(kept, start, end)
+            chunks.append(self.prefill_tail(prompt[start:end], span(start, end), places))
+            # Now: a ring has what the window of the next token reaches only for a while.
+            for number, batch in enumerate(batches):
+                ends = [length for length in batch if start < length <= end]
+                if ends:
+                    spans = [span(length - 1, length) for length in ends]
+                    rows = self.decode([prompt[length - 1] for length in ends], spans).cpu()
+                    steps.update(zip([(number, length) for length in ends], rows, strict=True))
+        decoded = [
+            steps[number, length] for number, batch in enumerate(batches) for length in batch
+        ]
+        return torch.cat([*chunks, torch.stack(decoded)])
 
     def warm_up(self, info: EngineInfo, observe: Callable[[int, int, float], None]) -> None:
         super().warm_up(info, observe)
@@ -268,6 +278,21 @@ class ModelRunner(Runner):
     def _first_blocks(self, num_tokens: int) -> Callable[[int, int], Span]:
         """Return the spans of a sequence that has the pool's first blocks, by start and end."""
         return partial(Span, [Slot(slot) for slot in range(-(-num_tokens // self.block_size))])
+
+
+def kept_logits(model: PreTrainedModel, keep: Keep, **options: Any) -> torch.Tensor:
+    """Call a model with a row of tokens; return the logits of some: [num_kept, vocab_size]."""
+    at = keep if isinstance(keep, int) else torch.tensor(keep, device=model.device)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        logits: torch.Tensor = model(logits_to_keep=at, **options).logits[0]
+        return logits[-at:] if isinstance(at, int) else logits
+    logits = model(**options).logits[0]
+    return logits[-at:] if isinstance(at, int) else logits[at]
+
+
+def places_in(positions: Sequence[int], start: int, end: int) -> list[int]:
+    """Return the places in ``start .. end`` of those positions that lie in it."""
+    return [position - start for position in positions if start <= position < end]
 
 
 def least_seconds(work: Callable[[], float]) -> float:

@@ -32,7 +32,7 @@ from kvtier.devices import Device
 from kvtier.observe.block_events import BlockLog
 from kvtier.serve.engine.paged import Span, ring_table
 from kvtier.serve.engine.pool import KVPool, Place
-from kvtier.serve.engine.runner import ModelRunner
+from kvtier.serve.engine.runner import Keep, ModelRunner
 
 MAX_BUNDLES = 7
 """Most bundles of a ring. A model in which fewer layers attend to all tokens keeps all tokens of
@@ -116,7 +116,7 @@ class WindowRunner(ModelRunner):
 
     @torch.inference_mode()
     def prefill_tail(
-        self, token_ids: Sequence[int], span: Span, keep: int, gate: LayerGate | None = None
+        self, token_ids: Sequence[int], span: Span, keep: Keep, gate: LayerGate | None = None
     ) -> torch.Tensor:
         lease, num_blocks = span.lease, span.end // self.block_size
         if lease is not None and lease.start_slots:
@@ -184,24 +184,6 @@ class WindowRunner(ModelRunner):
         return [Slot(slot) for slot in table[:, blocks].ravel().tolist()]
 
     # -- at load -----------------------------------------------------------------------------------
-
-    def rehearse(
-        self, prompt: Sequence[int], keep: Sequence[int], decoded: Sequence[int]
-    ) -> torch.Tensor:
-        """Do the same as ``Runner.rehearse``. The ring has a decode step's window for a while."""
-        span = self._first_blocks(len(prompt))
-        chunks: list[torch.Tensor] = []
-        steps: dict[int, torch.Tensor] = {}
-        for few, start in zip(keep, range(0, len(prompt), self._chunk_tokens), strict=True):
-            end = min(start + self._chunk_tokens, len(prompt))
-            chunks.append(self.prefill_tail(prompt[start:end], span(start, end), few))
-            now = [each for each in decoded if start < each <= end]
-            if now:
-                rows = self.decode(
-                    [prompt[each - 1] for each in now], [span(each - 1, each) for each in now]
-                )
-                steps.update(zip(now, rows.cpu(), strict=True))
-        return torch.cat([*chunks, torch.stack([steps[each] for each in decoded])])
 
     def _first_blocks(self, num_tokens: int) -> Callable[[int, int], Span]:
         num_blocks = -(-num_tokens // self.block_size)
