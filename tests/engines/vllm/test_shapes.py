@@ -75,3 +75,20 @@ def _compare(config: dict[str, Any], shape: str, folder: Path) -> None:
             run(llm, prompt(seed, 20))
     with engine(config, folder / "model", **options_of(shape)) as llm:
         assert one_by_one(llm, PROMPTS) == on_device
+
+
+@pytest.mark.timeout(900)
+def test_failed_loads_of_several_groups_are_computed(tmp_path: Path) -> None:
+    """vLLM forgets all pages of such a request. The first load fails, and the second does not."""
+    save_random(SHAPES["gemma3"], tmp_path / "model")
+    config = own_connector(**SIZES) | {
+        "kv_connector": "FaultyConnector",
+        "kv_connector_module_path": "tests.engines.vllm.faulty_connector",
+    }
+    with engine(config, tmp_path / "model", **options_of("gemma3")) as llm:
+        ((_, cold),) = run(llm, PROMPTS[0])
+        for _ in range(2):
+            assert llm.reset_prefix_cache()
+            ((cached, answer),) = run(llm, PROMPTS[0])
+            assert list(answer[0]) == list(cold[0])
+        assert cached == NUM_BLOCKS * BLOCK, "stored again, and loaded"
