@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ from typing import IO
 
 from kvtier.core.errors import install_command
 from kvtier.tiers.remote.valkey.resp import RespConnection
+from kvtier.tiers.remote.valkey.servers import NUM_SLOTS
 
 PATIENCE_S = 30.0
 
@@ -107,11 +108,82 @@ class ValkeyServer:
         return answer
 
     @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    # In a cluster.
+
+    @property
+    def node_id(self) -> bytes:
+        found = self.tell(b"CLUSTER", b"MYID")
+        assert isinstance(found, bytes)
+        return found
+
+    def nodes(self) -> list[list[bytes]]:
+        """Return the words about each node that this one knows."""
+        found = self.tell(b"CLUSTER", b"NODES")
+        assert isinstance(found, bytes)
+        return [line.split() for line in found.splitlines()]
+
+    def is_in_cluster(self) -> bool:
+        """Whether all slots have owners, as far as this server knows."""
+        found = self.tell(b"CLUSTER", b"INFO")
+        return isinstance(found, bytes) and b"cluster_state:ok" in found
+
+    def is_replicated(self) -> bool:
+        """Whether a replica of this server is up to date."""
+        found = self.tell(b"INFO", b"replication")
+        return isinstance(found, bytes) and b"state=online" in found
+
+    @property
     def num_values(self) -> int:
         """Number of keys that the server has."""
         found = self.tell(b"DBSIZE")
         assert isinstance(found, int)
         return found
+
+
+class ValkeyCluster:
+    """Three primaries with a replica each. Close it.
+
+    primaries: their servers, the owner of the first slots first. replicas: of each of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
+        self.servers: list[ValkeyServer] = []
+        for number in range(6):
+            own = folder / str(number)
+            own.mkdir()
+            self.servers.append(ValkeyServer(own, *options))
+        self.primaries, self.replicas = self.servers[:3], self.servers[3:]
+        for number, server in enumerate(self.primaries):
+            first, last = number * NUM_SLOTS // 3, (number + 1) * NUM_SLOTS // 3 - 1
+            server.tell(b"CLUSTER", b"ADDSLOTSRANGE", b"%d" % first, b"%d" % last)
+        for server in self.servers[1:]:
+            server.tell(b"CLUSTER", b"MEET", b"127.0.0.1", b"%d" % self.servers[0].port)
+        self._wait(lambda server: len(server.nodes()) == 6, self.servers)
+        for primary, replica in zip(self.primaries, self.replicas, strict=True):
+            replica.tell(b"CLUSTER", b"REPLICATE", primary.node_id)
+        self._wait(ValkeyServer.is_in_cluster, self.servers)
+        self._wait(ValkeyServer.is_replicated, self.primaries)
+
+    def wait(self) -> None:
+        """Wait until the servers that live agree on the owners of all slots."""
+        self._wait(ValkeyServer.is_in_cluster, [each for each in self.servers if each.lives])
+
+    def _wait(
+        self, condition: Callable[[ValkeyServer], bool], servers: Sequence[ValkeyServer]
+    ) -> None:
+        end_s = time.monotonic() + START_S
+        while not all(map(condition, servers)):
+            if time.monotonic() > end_s:
+                raise RuntimeError("the cluster does not come together")
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
 
 
 def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:

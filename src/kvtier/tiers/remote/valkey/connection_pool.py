@@ -1,4 +1,4 @@
-"""Pool of connections to a Valkey or Redis server, and a test of the server."""
+"""Pool of connections to a Valkey or Redis server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.system.process import OwnerProcess
 from kvtier.core.system.user_paths import user_path
 from kvtier.tiers.remote.location import Location, StoreOptions
-from kvtier.tiers.remote.valkey.resp import ReplyError, RespConnection, RespError, command
+from kvtier.tiers.remote.valkey.resp import ReplyError, RespConnection, RespError
 
 PORT: Final = 6379
 PASSWORDS: Final = ("VALKEYCLI_AUTH", "REDISCLI_AUTH")
@@ -23,19 +23,12 @@ PASSWORDS: Final = ("VALKEYCLI_AUTH", "REDISCLI_AUTH")
 CONNECT_S: Final = 1.0
 OPEN_S: Final = 2.0
 LONGEST_S: Final = 3600.0
-PROBE_BYTES: Final = 96
 DATABASE: Final = re.compile("[0-9]{0,9}")
-REFUSALS: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "ERR AUTH", "ERR DB index", "ERR invalid DB")
-"""Errors that retries cannot fix."""
-ANSWERS: Final = "answers"
-"""State of a usable server."""
 MEANINGS: Final = {
     "READONLY": "READONLY: it is a replica, which takes no writes; name the primary",
     "OOM": "OOM: it is full and evicts nothing; see its maxmemory-policy",
 }
 """Error codes that say too little by themselves."""
-REDIRECTS: Final = ("MOVED", "ASK", "CLUSTERDOWN")
-"""Errors of a server that holds only a part of the keys."""
 ERROR_CODE: Final = re.compile(r"[A-Z][A-Z0-9_]{0,31}(?![^ ])")
 """The first word of a server's error."""
 
@@ -110,8 +103,14 @@ class ConnectionPool:
                 raise RespError("the tier is closed")
             if not self._process.is_here:  # the connections are the parent's
                 self._process, self._idle = OwnerProcess(), []
-            line = self._idle.pop() if self._idle else None
-        if line is None:
+            idle, self._idle = self._idle, []
+            line = idle.pop() if idle else None
+            # A server that closes connections that were idle for long has closed all of them.
+            stale = [line, *idle] if line is not None and line.is_stale else []
+            self._idle += idle if not stale else []
+        for each in stale:
+            each.close()
+        if line is None or stale:
             return self._connect(ends_at)
         line.until(ends_at)
         return line
@@ -143,68 +142,12 @@ class ConnectionPool:
             raise
         return line
 
-    def test(self, prefix: bytes) -> str:
-        """Test the server. Return its state in words.
-
-        Raises ``ConfigError`` for a server that refuses the credentials, does not return what it
-        was given, or belongs to a cluster.
-        """
-        key, value = prefix + b"self-test:" + os.urandom(16), os.urandom(PROBE_BYTES)
-        answers: list[object] = []
-        remark = ""
-
-        def ask(line: RespConnection) -> None:
-            nonlocal remark
-            found = _execute_if_allowed(line, b"INFO", b"cluster")
-            if isinstance(found, bytes) and b"cluster_enabled:1" in found:
-                raise ReplyError(REDIRECTS[0])
-            line.execute(b"SET", key, value, b"PX", b"60000")
-            line.send([command(b"GETRANGE", key, b"1", b"4"), command(b"GET", key)])
-            answers.extend((line.reply(), line.reply()))
-            answers.append(line.execute(b"UNLINK", key))
-            policy = _execute_if_allowed(line, b"CONFIG", b"GET", b"maxmemory-policy")
-            if isinstance(policy, list) and policy[1:] == [b"noeviction"]:
-                remark = (
-                    "; it keeps what it has when it is full: set its maxmemory-policy to "
-                    "allkeys-lru"
-                )
-
-        error = self.use(ask, OPEN_S)
-        if isinstance(error, ReplyError):
-            return self._refused(error)
-        if error is not None:
-            return f"not reached: {reason_of(error)}"
-        if answers != [value[1:5], value, 1]:
-            raise ConfigError(
-                f"storage: {self._location} does not give back what it was given; use a Valkey or "
-                "Redis server"
-            )
-        return f"{ANSWERS}{remark}"
-
-    def _refused(self, error: ReplyError) -> str:
-        if str(error).startswith(REDIRECTS):
-            raise ConfigError(
-                f"storage: {self._location} is a node of a cluster, whose redirects are not "
-                "followed; name a server that stands alone, or a proxy before the cluster"
-            )
-        if str(error).startswith(REFUSALS):
-            raise ConfigError(f"storage: {self._location} refuses: {reason_of(error)}")
-        return f"can't be written: {reason_of(error)}"
-
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
         for line in idle:
             line.close()
-
-
-def _execute_if_allowed(line: RespConnection, *words: bytes) -> object:
-    """Return a reply; None if this user may not run the command."""
-    try:
-        return line.execute(*words)
-    except ReplyError:
-        return None
 
 
 def _encoded(text: str) -> bytes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Final, TypeVar
+import time
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -14,12 +14,7 @@ from kvtier.tiers.codecs.frame import HEAD_BYTES, FrameHead
 from kvtier.tiers.remote.envelope import CODED_MAGIC, HEADER_BYTES, KEY_BYTES, size_behind
 from kvtier.tiers.remote.keeper import Entry, EntryBlocks, StoreKeeper
 from kvtier.tiers.remote.location import Location
-from kvtier.tiers.remote.valkey.connection_pool import (
-    ANSWERS,
-    ConnectionPool,
-    ValkeyOptions,
-    reason_of,
-)
+from kvtier.tiers.remote.valkey.connection_pool import ValkeyOptions, reason_of
 from kvtier.tiers.remote.valkey.resp import (
     ReplyError,
     RespConnection,
@@ -27,8 +22,7 @@ from kvtier.tiers.remote.valkey.resp import (
     command,
     is_of_the_key,
 )
-
-Answer = TypeVar("Answer")
+from kvtier.tiers.remote.valkey.servers import ANSWERS, Servers, unlink
 
 SCANNED: Final = b"1000"
 """Keys that the server examines per reply."""
@@ -50,28 +44,35 @@ class ValkeyKeeper(StoreKeeper):
     def __init__(self, location: Location, options: ValkeyOptions) -> None:
         self.where = str(location)
         self._prefix = options.prefix.encode()
-        self._lines = ConnectionPool(location, options)
+        self._servers = Servers(location, options)
 
     def test(self) -> str:
-        state = self._lines.test(self._prefix)
+        state = self._servers.test(self._prefix)
         if not state.startswith(ANSWERS):
             raise CacheError(f"{self.where}: {state}")
         return state
 
     def entries(self) -> list[Entry]:
         found: dict[bytes, Entry] = {}  # a scan may return a key twice
-        cursor = b"0"
-        for _ in range(MAX_PAGES):
-            cursor, names = self._asked(partial(self._scan, cursor))
-            names = [name for name in names if len(name) == len(self._prefix) + KEY_BYTES]
-            found.update((fact.name, fact) for fact in self._facts(names))
-            if cursor == b"0":
-                return list(found.values())
-            if len(found) > MAX_ENTRIES:
-                break
-        raise CacheError(f"{self.where} answers with a scan that does not end")
 
-    def _scan(self, cursor: bytes, line: RespConnection) -> tuple[bytes, list[bytes]]:
+        def scan(line: RespConnection) -> None:
+            self._look_only(line)
+            cursor = b"0"
+            for _ in range(MAX_PAGES):
+                line.until(time.monotonic() + PATIENCE_S)
+                cursor, names = self._page(line, cursor)
+                names = [name for name in names if len(name) == len(self._prefix) + KEY_BYTES]
+                found.update((fact.name, fact) for fact in self._facts(line, names))
+                if cursor == b"0":
+                    return
+                if len(found) > MAX_ENTRIES:
+                    break
+            raise CacheError(f"{self.where} answers with a scan that does not end")
+
+        self._check(self._servers.every(scan, PATIENCE_S))
+        return list(found.values())
+
+    def _page(self, line: RespConnection, cursor: bytes) -> tuple[bytes, list[bytes]]:
         pattern = b"".join(
             b"\\%c" % each if each in GLOB else b"%c" % each for each in self._prefix
         )
@@ -80,52 +81,51 @@ class ValkeyKeeper(StoreKeeper):
                 return following, [name for name in names if isinstance(name, bytes)]
         raise RespError("a reply of another kind")
 
-    def _facts(self, names: Sequence[bytes]) -> list[Entry]:
+    def _facts(self, line: RespConnection, names: Sequence[bytes]) -> list[Entry]:
         """Return entries for those keys that still exist and hold strings."""
-
-        def ask(line: RespConnection) -> list[Entry]:
-            asked = ((b"OBJECT", b"IDLETIME", name, b"STRLEN", name) for name in names)
-            line.send([command(*each[:3]) + command(*each[3:]) for each in asked])
-            found = []
-            for name in names:
-                idle_s, num_bytes = self._number(line), self._number(line)
-                if idle_s is not None and num_bytes:
-                    found.append(Entry(name, float(idle_s), num_bytes))
-            return found
-
-        return self._asked(ask) if names else []
+        asked = ((b"OBJECT", b"IDLETIME", name, b"STRLEN", name) for name in names)
+        line.send([command(*each[:3]) + command(*each[3:]) for each in asked])
+        found = []
+        for name in names:
+            idle_s, num_bytes = self._number(line), self._number(line)
+            if idle_s is not None and num_bytes:
+                found.append(Entry(name, float(idle_s), num_bytes))
+        return found
 
     def blocks(self, entries: Sequence[Entry]) -> list[EntryBlocks | None]:
-        def ask(line: RespConnection) -> list[bytes | None]:
-            last = b"%d" % (HEADER_BYTES + HEAD_BYTES - 1)
-            line.send([command(b"GETRANGE", entry.name, b"0", last) for entry in entries])
-            return line.values(len(entries))
+        starts: list[bytes | None] = [None] * len(entries)
+        last = b"%d" % (HEADER_BYTES + HEAD_BYTES - 1)
 
-        return [
-            _blocks_of(entry, start or b"")
-            for entry, start in zip(entries, self._asked(ask), strict=True)
-        ]
+        def ask(line: RespConnection, positions: Sequence[int]) -> None:
+            self._look_only(line)
+            line.send([command(b"GETRANGE", entries[at].name, b"0", last) for at in positions])
+            for at, start in zip(positions, line.values(len(positions)), strict=True):
+                starts[at] = start
+
+        self._check(self._servers.each([entry.name for entry in entries], ask, PATIENCE_S))
+        return [_blocks_of(*both) for both in zip(entries, starts, strict=True)]
 
     def remove(self, entries: Sequence[Entry]) -> None:
-        if entries:
-            self._asked(lambda line: line.execute(b"UNLINK", *(entry.name for entry in entries)))
+        names = [entry.name for entry in entries]
 
-    def _asked(self, ask: Callable[[RespConnection], Answer]) -> Answer:
-        answers: list[Answer] = []
+        def remove(line: RespConnection, positions: Sequence[int]) -> None:
+            unlink(line, [names[at] for at in positions])
 
-        def work(line: RespConnection) -> None:
-            try:  # otherwise inspecting a block would count as a use
-                line.execute(b"CLIENT", b"NO-TOUCH", b"ON")
-            except ReplyError:
-                raise ConfigError(
-                    f"{self.where}: this server can't be looked at without its blocks counting as "
-                    "used (CLIENT NO-TOUCH); it has to be Valkey, or Redis from 7.2 on"
-                ) from None
-            answers.append(ask(line))
+        self._check(self._servers.each(names, remove, PATIENCE_S))
 
-        if error := self._lines.use(work, PATIENCE_S):
+    def _look_only(self, line: RespConnection) -> None:
+        """Have commands of this connection not count as uses of blocks."""
+        try:
+            line.execute(b"CLIENT", b"NO-TOUCH", b"ON")
+        except ReplyError:
+            raise ConfigError(
+                f"{self.where}: this server can't be looked at without its blocks counting as "
+                "used (CLIENT NO-TOUCH); it has to be Valkey, or Redis from 7.2 on"
+            ) from None
+
+    def _check(self, error: Exception | None) -> None:
+        if error is not None:
             raise CacheError(f"{self.where} does not answer: {reason_of(error)}")
-        return answers[0]
 
     def _number(self, line: RespConnection) -> int | None:
         """Return the next reply, a number; None if the key is gone or has another type."""
@@ -143,12 +143,12 @@ class ValkeyKeeper(StoreKeeper):
         return found if isinstance(found, int) else None
 
     def close(self) -> None:
-        self._lines.close()
+        self._servers.close()
 
 
-def _blocks_of(entry: Entry, start: bytes) -> EntryBlocks | None:
-    """Return the block of an entry, by the first bytes of its value."""
-    key = BlockKey(entry.name[-KEY_BYTES:])
+def _blocks_of(entry: Entry, start: bytes | None) -> EntryBlocks | None:
+    """Return the block of an entry, by the first bytes of its value; None for no value."""
+    key, start = BlockKey(entry.name[-KEY_BYTES:]), start or b""
     header = start[:HEADER_BYTES]
     size = size_behind(header, key)
     if size is None or HEADER_BYTES + size != entry.num_bytes:

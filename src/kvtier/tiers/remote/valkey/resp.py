@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import select
 import socket
 import ssl
 import time
@@ -63,8 +64,13 @@ class ReplyError(Exception):
 
 
 def is_of_the_key(error: ReplyError) -> bool:
-    """Whether the error is only about one key: it does not hold a string."""
-    return str(error).startswith("WRONGTYPE")
+    """Whether the error is only about one key: it does not hold a string, or is on its way."""
+    return str(error).startswith("WRONGTYPE") or is_on_its_way(error)
+
+
+def is_on_its_way(error: ReplyError) -> bool:
+    """Whether a key is being moved to another server of a cluster."""
+    return str(error).startswith(("ASK", "TRYAGAIN"))
 
 
 class RespError(OSError):
@@ -90,6 +96,7 @@ class RespConnection:
     """
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, ends_at: float) -> None:
+        self.host = host
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._first = self._end = 0  # unread part of the buffer
         self._left_bytes, self._left_items = 0, 0  # of the current reply
@@ -109,6 +116,13 @@ class RespConnection:
         """Set the deadline of calls."""
         self._ends_at = ends_at
         self._limit(max(0.001, ends_at - time.monotonic()))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the server has closed this idle connection, or sent what was not asked for."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _limit(self, seconds: float) -> None:
         """Set the time limit of a single system call."""
@@ -314,7 +328,10 @@ class RespConnection:
     ) -> tuple[int | None, int]:
         line, crc = self._line(), 0
         if line[:1] == b"-":
-            raise ReplyError(line[1:].decode(errors="replace"))
+            error = ReplyError(line[1:].decode(errors="replace"))
+            if is_on_its_way(error):
+                return None, crc
+            raise error
         if line[:1] != b"$":
             raise RespError(OTHER_KIND)
         num_bytes = _length(line[1:])
