@@ -35,7 +35,7 @@ NUM_SLOTS: Final = 1 << 14
 MAX_NODES: Final = 1000
 """Most primaries, by the cluster specification."""
 NUM_TRIES: Final = 3
-"""How often keys are asked for that have moved."""
+"""Rounds of one call, in which keys that have moved are asked for at their new servers."""
 ASK_AGAIN_S: Final = 0.2
 """Shortest time between two questions for the owners of slots, after servers that fail."""
 NUM_AT_ONCE: Final = 32
@@ -78,7 +78,7 @@ class Servers:
 
     @property
     def note(self) -> str:
-        """What is special about the servers, in words."""
+        """ "a cluster with 3 primaries, with TLS", or a part of it, or ""."""
         cluster = f"a cluster with {len(self._pools)} primaries" if self._pools else ""
         return ", ".join(filter(None, (cluster, self._seed.note)))
 
