@@ -10,7 +10,7 @@ import os
 import time
 from binascii import crc_hqx
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from threading import Lock
 from typing import Final
@@ -113,15 +113,18 @@ class Servers:
     ) -> tuple[Sequence[int], Exception | None]:
         """Return the positions at which work failed, and the last error."""
         parts = self._parts(names, left)
-        timeout_s = ends_at - time.monotonic()
 
         def run(part: tuple[ConnectionPool, Sequence[int]]) -> Exception | None:
             pool, positions = part
-            return pool.use(lambda line: work(line, positions), timeout_s)
+            return pool.use(lambda line: work(line, positions), ends_at - time.monotonic())
 
-        # The caller's own thread works, too.
+        # The caller's own thread works, too. The others use its memory: it waits for all of them.
         others = [self._executor().submit(run, part) for part in parts[1:]]
-        errors = [*map(run, parts[:1]), *(other.result() for other in others)]
+        try:
+            own = run(parts[0])
+        finally:
+            wait(others)
+        errors = [own, *(other.result() for other in others)]
         failed = [
             at
             for (_, positions), error in zip(parts, errors, strict=True)
