@@ -75,8 +75,8 @@ def test_a_closed_engine_refuses(make: Make) -> None:
 def test_model_with_unknown_layers_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    AutoConfig.for_model("deepseek_v32").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="has indexed_attention layers"):
+    AutoConfig.for_model("deepseek_v4").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="heavily_compressed_attention"):
         load_model(str(tmp_path), torch.device("cpu"), "auto")
 
 

@@ -68,6 +68,7 @@ class TestAzureTier(test_s3_suite.TestS3Tier):
     place = "container"
 
 
+@pytest.mark.nightly
 class TestGoogleTier(test_s3_suite.TestS3Tier):
     place = "google"
 
