@@ -13,7 +13,7 @@ from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import Scattered, cuts, stored_bytes, stored_key
 from kvtier.tiers import StorageSite
 from kvtier.tiers.remote.bucket.objects import Objects
-from kvtier.tiers.remote.bucket.opening import S3Options
+from kvtier.tiers.remote.bucket.opening import SERVICES
 from kvtier.tiers.remote.bucket.pack_reader import PackReader
 from kvtier.tiers.remote.bucket.packs import PackShape
 from kvtier.tiers.remote.bucket.tier import BucketTier
@@ -84,9 +84,9 @@ class Bucket:
 
     def objects(self) -> Objects:
         """Return a client of this prefix, as a tier makes it."""
-        return Objects(
-            read_location("s3", f"//{BUCKET}/{self.prefix}"), S3Options(endpoint=self.url)
-        )
+        place = read_location(self.scheme, f"//{BUCKET}/{self.prefix}")
+        options = SERVICES[self.scheme].options
+        return Objects(place, options(endpoint=self.url + self.below))
 
     def paths(self, below: str = "") -> list[str]:
         """Return the paths of all objects."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Iterator
 from itertools import pairwise
@@ -84,6 +85,14 @@ def test_replicas_share_a_bucket(place: Bucket) -> None:
     first.exchange(10)
     second.exchange(10)
     assert User(second).get(0, 1, 2) == [Outcome.THERE] * 3
+
+
+def test_missing_objects_are_deleted_without_an_error(place: Bucket) -> None:
+    objects = place.objects()
+    for path in ("first", "last"):
+        place.write(path, b"1")
+    asyncio.run(objects.delete(["first", "missing", "last"]))
+    assert place.paths() == []
 
 
 def test_blocks_are_pruned_by_their_keeper(place: Bucket) -> None:

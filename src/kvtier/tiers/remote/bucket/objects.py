@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -167,8 +168,14 @@ class Objects:
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Delete objects; missing ones are ignored."""
-        if paths:
+        if not paths:
+            return
+        try:
             await self._asked(obstore.delete_async(self._store, list(paths)))
+        except Missing:  # Google's client ends at the first one
+            for path in paths:
+                with suppress(Missing):
+                    await self._asked(obstore.delete_async(self._store, path))
 
     async def self_test(self) -> float:
         """Test that the store behaves as packs and manifests require.
