@@ -27,6 +27,7 @@ from kvtier.tiers.remote.bucket.packs import PACK_BYTES
 from tests.kit.proxy import Proxy
 from tests.kit.servers import (
     BUCKET,
+    ValkeyCluster,
     ValkeyServer,
     find_binary,
     has_valkey,
@@ -46,6 +47,8 @@ DEAD, SLOW = "dead-store", "slow-store"
 """Troubles: the store does not answer any more; the store answers too late."""
 SLOW_S = 0.25
 """Delay each way."""
+LIMITS = ("--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru")
+"""Options of each Valkey server."""
 REQUESTS = 4
 """Objects that a call moves at a time."""
 
@@ -238,9 +241,9 @@ class Place(ABC):
 class Redis(Client):
     """redis-py, with its parser in C: commands in pipelines, a connection for each thread."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, is_cluster: bool = False) -> None:
         super().__init__()
-        self._port = port
+        self._port, self._is_cluster = port, is_cluster
         self._local = local()
         self._made: list[Any] = []
 
@@ -249,7 +252,8 @@ class Redis(Client):
         if not hasattr(self._local, "client"):
             import redis
 
-            self._local.client = redis.Redis("127.0.0.1", self._port)
+            kind = redis.RedisCluster if self._is_cluster else redis.Redis
+            self._local.client = kind(host="127.0.0.1", port=self._port)
             self._made.append(self._local.client)
         return self._local.client
 
@@ -286,8 +290,7 @@ class ValkeyPlace(Place):
         return None if find_spec("redis") and find_spec("hiredis") else "pip install redis hiredis"
 
     def __init__(self, folder: Path) -> None:
-        limits = ("--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru")
-        self._server = ValkeyServer(folder, *limits)
+        self._server = ValkeyServer(folder, *LIMITS)
 
     @property
     def port(self) -> int:
@@ -301,6 +304,25 @@ class ValkeyPlace(Place):
 
     def close(self) -> None:
         self._server.close()
+
+
+class ClusterPlace(ValkeyPlace):
+    """Three primaries with a replica each, on the cores of one machine."""
+
+    name, client_name = "valkey-cluster", "redis-py"
+    is_far = False
+    """A proxy before one server leads to no other."""
+    troubles = ()
+
+    def __init__(self, folder: Path) -> None:
+        self._cluster = ValkeyCluster(folder, *LIMITS)
+        self._server = self._cluster.servers[0]
+
+    def client(self, threads: int) -> Client:
+        return Redis(self.port, is_cluster=True)
+
+    def close(self) -> None:
+        self._cluster.close()
 
 
 class Obstore(Client):

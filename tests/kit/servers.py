@@ -149,8 +149,8 @@ class ValkeyCluster:
     primaries: their servers, the owner of the first slots first. replicas: of each of them.
     """
 
-    def __init__(self, folder: Path) -> None:
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", *arguments)
         self.servers: list[ValkeyServer] = []
         for number in range(6):
             own = folder / str(number)

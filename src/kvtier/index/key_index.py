@@ -201,8 +201,8 @@ class KeyIndex(BlockIndex):
     def set_num_last(self, num_blocks: int) -> None:
         """Set how many of the last blocks of a prompt will be written, if not all.
 
-        For KV that a prompt needs only in front of a cut, such as a window's or a state. Of the
-        other blocks of a prompt, policies count those that are cached for earlier prompts.
+        For KV that a prompt needs only in front of a cut, such as a window's or a state. Policies
+        count these blocks of a prompt, and those of its other blocks that are cached already.
         """
         return
 

@@ -234,15 +234,15 @@ def test_each_pool_learns_and_knows_how_many_of_a_prompts_pages_it_gets(
     hook()
     kv, swa, indexer = (host_pool("mha", "page_first") for _ in range(3))
     storage = opens(kv, sides={PoolName.SWA: swa, PoolName.INDEXER: indexer})
-    told: list[tuple[str, object]] = []
+    calls: list[tuple[str, object]] = []
     for name, slab in storage._slabs.items():
         assert slab.calls.learns
         for call in ("on_request", "set_num_last"):
-            heard = partial(lambda name, given: told.append((name, given)), name)
-            monkeypatch.setattr(slab.calls.cache, call, heard)
+            note = partial(lambda name, given: calls.append((name, given)), name)
+            monkeypatch.setattr(slab.calls.cache, call, note)
     keys = Controller(storage).joins(range(5), rid="a")
     window = PoolTransfer(PoolName.SWA, keys=keys[:2], hit_policy=PoolHitPolicy.TRAILING_PAGES)
     all_pages = PoolTransfer(PoolName.INDEXER, keys=keys, hit_policy=PoolHitPolicy.ALL_PAGES)
     storage.batch_exists_v2(keys, [window, all_pages])
     whole = [bytes.fromhex(key) for key in keys]
-    assert told == [("swa", 2), ("kv", whole), ("swa", whole), ("indexer", whole)]
+    assert calls == [("swa", 2), ("kv", whole), ("swa", whole), ("indexer", whole)]

@@ -143,8 +143,8 @@ def test_multi_connector_serves_and_tells_its_statistics(
         cold = [_ask(client, seed) for seed in range(12)]  # 84 blocks in 64
         again = [_ask(client, seed) for seed in range(12)]
         metrics = _metrics(client)
-        told = "KV Transfer metrics"  # vLLM logs them every ten seconds
-        wait_until(lambda: told in (tmp_path / "log").read_text(), told)
+        title = "KV Transfer metrics"  # vLLM logs them every ten seconds
+        wait_until(lambda: title in (tmp_path / "log").read_text(), title)
     answers = [answer["tokens"] for _, answer in again]
     assert answers == [answer["tokens"] for _, answer in cold]
     assert all(len(answer) == 4 for answer in answers)  # none ended early, by an error

@@ -97,7 +97,7 @@ def test_slots_that_move_are_followed(own_cluster: ValkeyCluster) -> None:
 
 
 def _move(source: ValkeyServer, target: ValkeyServer, slot: int) -> None:
-    """Move the keys of a slot, of which the servers are not told yet."""
+    """Move the keys of a slot. ``SETSLOT NODE``, which ends the move, is left to the caller."""
     name = b"%d" % slot
     target.tell(b"CLUSTER", b"SETSLOT", name, b"IMPORTING", source.node_id)
     source.tell(b"CLUSTER", b"SETSLOT", name, b"MIGRATING", target.node_id)

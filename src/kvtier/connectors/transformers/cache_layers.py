@@ -493,7 +493,9 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
         stack.callback(halves.put_back)
         halves.widen()
         if model.dtype is not torch.float32:
-            raise NoFloat32Error("its dtype is that of a layer")
+            raise NoFloat32Error(
+                "its dtype is read from a layer, which is in float32 only while it runs"
+            )
         yield
 
 

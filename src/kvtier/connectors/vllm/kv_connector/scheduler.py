@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NULL = 0
-"""Page that stands for those that vLLM has freed, or has not allocated, in a group's table."""
+"""Id of vLLM's null block: a group's table has it in place of pages that vLLM has freed or has not
+allocated."""
 Offer = tuple[int, int, int]
 """State that vLLM offers to store: its KV group, its page, and the token that it is behind."""
 

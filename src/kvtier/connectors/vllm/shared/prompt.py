@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from kvtier.connectors.vllm.shared.reach import window_of
 from kvtier.core.errors import printable
 from kvtier.core.hints import Hint, KvHints, parse_hint, parse_kv_hints
 from kvtier.core.types import DISK, HOST
@@ -88,12 +89,12 @@ class Cuts:
             vllm_group = groups[group.group_id]
             spec = vllm_group.kv_cache_spec
             spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
-            if not any(kind.__name__ == "SlidingWindowSpec" for kind in type(spec).__mro__):
+            num_tokens = window_of(spec)
+            if not num_tokens:
                 every = math.lcm(every, size)
                 continue
             is_draft = getattr(vllm_group, "is_eagle_group", False)
-            reach = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
-            num_blocks = -(-reach // size) + is_draft
+            num_blocks = -(-(num_tokens - 1) // size) + is_draft
             windows.append((group_bytes(group.group_id), size, is_draft * size, num_blocks * size))
         return cls(
             every,

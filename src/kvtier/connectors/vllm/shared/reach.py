@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from kvtier.core.errors import ConfigError
 
@@ -48,7 +49,15 @@ class GroupReach:
 WHOLE = GroupReach()
 
 
-def reach_of(spec: object) -> GroupReach:
+def window_of(spec: Any) -> int:
+    """Return the tokens of a layer's window by vLLM's KV cache spec; 0 for a layer without one."""
+    if not any(kind.__name__ == "SlidingWindowSpec" for kind in type(spec).__mro__):
+        return 0
+    # vLLM keeps some more tokens behind speculative ones, from 0.31 on.
+    return int(spec.sliding_window) + getattr(spec, "extra_retained_tokens", 0)
+
+
+def reach_of(spec: Any) -> GroupReach:
     """Return the reach of a layer by vLLM's KV cache spec.
 
     Raises ``ConfigError`` for a kind of layer that can't be served.
@@ -56,11 +65,10 @@ def reach_of(spec: object) -> GroupReach:
     names = {kind.__name__ for kind in type(spec).__mro__}
     if not names.isdisjoint(WHOLE_PROMPTS) and names.isdisjoint(UNSERVED):
         return WHOLE
-    if "SlidingWindowSpec" in names:
-        retained = getattr(spec, "extra_retained_tokens", 0)  # behind speculative tokens, from 0.31
-        return GroupReach(Kind.WINDOW, int(spec.sliding_window) + retained)  # type: ignore[attr-defined]
+    if num_tokens := window_of(spec):
+        return GroupReach(Kind.WINDOW, num_tokens)
     if "ChunkedLocalAttentionSpec" in names:
-        return GroupReach(Kind.CHUNK, int(spec.attention_chunk_size))  # type: ignore[attr-defined]
+        return GroupReach(Kind.CHUNK, int(spec.attention_chunk_size))
     if "MambaSpec" in names:
         # vLLM keeps the states behind all blocks, like a window's, or moves one that it overwrites.
         is_kept = getattr(spec, "mamba_cache_mode", "") == "all"
