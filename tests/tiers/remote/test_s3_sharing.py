@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,15 +121,35 @@ def test_block_dropped_for_good_is_gone_for_others_and_its_pack_deleted(bucket: 
         assert len(bucket.paths("packs")) == 1, "it has another block"
         other.exchange(TIMEOUT_S)
         assert User(other).find(0, 1) == [ABSENT, THERE]
-        # Dropped by one process: a second background deletion could hit the pack written below.
+        # Dropped by one process: a second one's deletion could hit the pack written below.
         User(one).drop(1, for_good=True)
         other.exchange(TIMEOUT_S)
         assert User(other).find(0, 1) == [ABSENT] * 2
-        wait_until(lambda: not bucket.paths("packs"))
+        assert not bucket.paths("packs")
         assert User(other).put(0, 1) == [THERE] * 2, "younger than the tombstone"
         other.exchange(TIMEOUT_S)
         one.exchange(TIMEOUT_S)
         assert User(one).get(0, 1) == [THERE] * 2
+
+
+def test_block_written_anew_is_not_hit_by_its_own_slow_deletion(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same blocks make a pack of the same name."""
+    tier = bucket.tier()
+    delete = tier._objects.delete
+
+    async def slowly(paths: Sequence[str]) -> None:
+        await asyncio.sleep(0.3)
+        await delete(paths)
+
+    monkeypatch.setattr(tier._objects, "delete", slowly)
+    User(tier).put(0)
+    User(tier).drop(0, for_good=True)
+    assert User(tier).put(0) == [THERE]
+    time.sleep(0.6)
+    assert User(tier).get(0) == [THERE]
+    tier.close()
 
 
 def test_drop_for_good_that_nobody_heard_of_raises(bucket: Bucket) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -147,14 +148,14 @@ class BucketTier(StoreTier):
         return outcomes.tolist(), num_read
 
     def _remove(self, keys: Sequence[BlockKey], timeout_s: float) -> None:
-        """Have all processes forget blocks, and delete empty packs.
-
-        Their deletion is in the background and may not happen.
-        """
+        """Have all processes forget blocks, and delete empty packs, which may fail."""
+        ends_at = time.monotonic() + timeout_s
         empty = self._exchange.apply_tombstones(keys)
         self._loop.run(self._exchange.publish, timeout_s)
-        if empty:
-            self._loop.begin(partial(self._objects.delete, [pack_path(each) for each in empty]))
+        delete = partial(self._objects.delete, [pack_path(each) for each in empty])
+        with suppress(Exception):
+            # Waited for: the same blocks written anew make a pack of the same name.
+            self._loop.run(delete, ends_at - time.monotonic())
 
     def _forget(self, damaged: Sequence[BlockKey]) -> None:
         """Do nothing more: ``_read`` has forgotten them. Other processes have other packs."""
