@@ -131,6 +131,14 @@ class BlockTrie : public Blocks<trie::BlockTrie> {
       index_.asked(to_name(space.ptr(), "a namespace"), path, now);
     });
   }
+  void asked_beside(nb::handle space, nb::handle labels, std::uint32_t num_before,
+                    nb::handle front, bool at_end, double now) {
+    to_time(now);
+    const BlockId block = to_number(front.ptr(), "a block");
+    labels_.read(labels, [&](trie::Labels& path) {
+      index_.asked_beside(to_name(space.ptr(), "a namespace"), path, num_before, block, at_end, now);
+    });
+  }
   void retain(nb::handle space, nb::handle labels, nb::handle said, double now) {
     to_time(now);
     const policy::BlockHint it = to_said(said);

@@ -4,7 +4,7 @@
     python -m benchmarks.policies.groups --traces DIR --json -   JSON on stdout as well
 
 The requests of traces go through index and ladder, by the rules of kvtier's connectors for vLLM and
-SGLang. Needs zstd. See README.md for the method.
+SGLang, and through the cache of the embedded engine. Needs zstd. See README.md for the method.
 """
 
 from __future__ import annotations
@@ -39,12 +39,17 @@ from benchmarks.report.targets import judged
 from kvtier.cache.block_cache import BlockState
 from kvtier.cache.ladder import LadderOptions
 from kvtier.cache.local import LocalBlockCache
+from kvtier.cache.states import SnapshotCache, WindowCache, WindowShape
 from kvtier.connectors.sglang.shared.prefix_hits import side_cuts
 from kvtier.connectors.vllm.shared.names import EngineFacts, GroupFacts
 from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, Cuts, RequestBlocks, group_key
-from kvtier.core.types import HOST
+from kvtier.core.config import CacheConfig
+from kvtier.core.types import HOST, Label, LoadPolicy, WritePolicy
+from kvtier.devices.cpu import CpuDevice
 from kvtier.index import make_key_index
-from kvtier.tiers import DistantAllocator
+from kvtier.layout import DType, full_attention, named_layout
+from kvtier.testing import host_memory
+from kvtier.tiers import DeviceTier, DistantAllocator
 from kvtier.tools.report.stats import exactly
 
 OURS, LRU = "runs", "lru"
@@ -243,6 +248,74 @@ class PoolReplay:
         self._side.check_invariants()
 
 
+ENGINE_DEVICE_BLOCKS = 600
+"""More than the longest prompt takes."""
+CHUNK_BLOCKS = 2
+STATE_BLOCKS = 6
+"""Blocks as large as a state: Qwen3-Next's is three quarters of the KV of 4,096 tokens."""
+ENGINE_GROUP = full_attention(1, 1, 1, DType.FLOAT16, BLOCK_TOKENS)
+ENGINES = {
+    "embedded engine, states": 0,
+    "embedded engine, windows of 1,024": 1024,
+    "embedded engine, windows of 4,096": 4096,
+}
+"""Tokens of the window; 0 for states. As many layers have a window as have none."""
+
+
+class EngineReplay:
+    """The embedded engine's cache, with a host tier of ``capacity_blocks``, and tiny KV.
+
+    Attributes:
+        num_hits: as of ``PoolReplay``.
+    """
+
+    def __init__(self, window: int, policy: str, capacity_blocks: int) -> None:
+        self.num_hits = 0
+        self._now = 0.0
+        layout = named_layout("layer_first", ENGINE_GROUP, ENGINE_DEVICE_BLOCKS)
+        pool = DeviceTier(host_memory(layout.nbytes), layout)
+        config = CacheConfig(
+            host_capacity=capacity_blocks * ENGINE_GROUP.bytes_per_block,
+            eviction_policy=policy,
+            load_policy=LoadPolicy.ALWAYS,
+            write_policy=WritePolicy.WRITE_THROUGH,
+        )
+        given = config, CpuDevice(), pool, lambda: self._now
+        self._cache: SnapshotCache | WindowCache
+        if window:
+            shape = WindowShape(window, 1, BLOCK_TOKENS, CHUNK_BLOCKS)
+            self._cache = WindowCache(*given, shape=shape)
+        else:
+            self._cache = SnapshotCache(
+                *given, blocks_per_snapshot=STATE_BLOCKS, grain_blocks=CHUNK_BLOCKS
+            )
+
+    def request(self, keys: Keys, now_s: float) -> None:
+        self._now = now_s
+        labels = [Label(key.tobytes()) for key in keys[:-1]]  # the last block is not whole
+        if not labels:
+            return
+        num_blocks = len(labels)
+        num_tokens = num_blocks * BLOCK_TOKENS + 1
+        lease = self._cache.fetch(
+            NAMESPACE, labels, num_tokens, num_blocks + 1, grain_blocks=CHUNK_BLOCKS
+        )
+        assert lease is not None, "one request has room"
+        assert lease.decision is not None
+        assert self._cache.drain()
+        cut = lease.decision.plan.num_reused_blocks
+        for at in range(cut + CHUNK_BLOCKS, num_blocks + 1, CHUNK_BLOCKS):
+            lease.snapshot_slots(at)  # the engine would write there
+            self._cache.commit(lease, at)
+        self._cache.commit(lease, num_blocks)
+        self._cache.release(lease)
+        assert self._cache.drain()
+        self.num_hits += cut * BLOCK_TOKENS
+
+    def check_invariants(self) -> None:
+        self._cache.check_invariants()
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One policy, model and capacity."""
@@ -263,9 +336,11 @@ _replayed: list[Trace] = []
 def measure(number: int, model: str, share: float) -> list[Row]:
     """Replay a whole trace under each policy, beginning with an empty tier."""
     trace, unique, rows = _replayed[number], set[int](), []
-    make: Callable[[str, int], GroupReplay | PoolReplay]
+    make: Callable[[str, int], GroupReplay | PoolReplay | EngineReplay]
     if model in POOLS:
         make, capacity = partial(PoolReplay, POOLS[model]), int(share * trace.num_unique)
+    elif model in ENGINES:
+        make, capacity = partial(EngineReplay, ENGINES[model]), int(share * trace.num_unique)
     else:
         make = partial(GroupReplay, MODELS[model])
         maker = GroupReplay(MODELS[model], LRU, 1)
@@ -322,7 +397,7 @@ def main(arguments: list[str] | None = None) -> None:
         default=default_folder(),
         help=f"folder of the traces; else ${FOLDER}, or shared/traces beside the sources",
     )
-    names = [*MODELS, *POOLS]
+    names = [*MODELS, *POOLS, *ENGINES]
     parser.add_argument("--models", nargs="+", choices=names, default=names)
     parser.add_argument(
         "--shares", nargs="+", type=float, default=list(SHARES), help="of the unique blocks"

@@ -58,6 +58,11 @@ class LiveQueues final : public Live {
       expected_.add(path[at], at > 0 ? path[at - 1] : 0, kNone, 0, static_cast<std::uint32_t>(at));
   }
 
+  void asked_beside(std::span<const Key> path, std::span<const Index> found, std::uint32_t, Key,
+                    bool, double now) override {
+    asked(path, found, now);
+  }
+
   // Like `asked`, if `entered` will be given the places of all blocks.
   void use(std::span<const Key> path, std::span<const Index> items) {
     const std::span<const Index> found = blocks_.numbers(items, found_);

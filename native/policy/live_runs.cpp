@@ -32,6 +32,23 @@ void LiveRuns::asked(std::span<const Key> path, std::span<const Index> items, do
   if (last != kNone && (blocks_[last].num_children > 0 || found.size() == path.size() ||
                         (has_left && num_known_ == found.size())))
     blocks_[last].is_fork = 1;
+  expect_runs(path, found);
+}
+
+void LiveRuns::asked_beside(std::span<const Key> path, std::span<const Index> items,
+                            std::uint32_t first, Key front, bool at_end, double now) {
+  if (path.size() <= first) return;
+  const std::span<const Index> found = blocks_.numbers(items, found_);
+  settle(found);
+  const Expected::Entry* const entry = entry_of(front);
+  const Index block = find(front);
+  const Index run = block != kNone ? blocks_[block].run : entry != nullptr ? entry->run : kNone;
+  begin_beside(path, found, first, run == kNone ? unknown_class() : runs_[run].cls, at_end, now);
+  expect_runs(path, found);
+}
+
+// Makes the parts of a request runs, and expects their blocks that are not resident.
+void LiveRuns::expect_runs(std::span<const Key> path, std::span<const Index> found) {
   const std::uint64_t num_before = runs_.num_made();
   keep_runs(path, found, false);
   for (Index run = runs_.newest(); run != kNone && runs_[run].number > num_before;
@@ -250,7 +267,7 @@ void LiveRuns::begin_run(Index block, std::uint32_t at) {
   made.stride = 1;
   made.tail = block;
   made.ghost = kNone;
-  made.cls = model_.class_of({0, 1, 0, 0, 0});
+  made.cls = unknown_class();
   made.num_uses = 1;
   blocks_[block].run = runs_.add(made);
 }

@@ -29,6 +29,8 @@ class LiveRuns final : public RunPolicy, public Live {
 
   void set_doubling(double at_blocks) override { RunPolicy::set_doubling(at_blocks); }
   void asked(std::span<const Key> path, std::span<const Index> found, double now) override;
+  void asked_beside(std::span<const Key> path, std::span<const Index> found, std::uint32_t first,
+                    Key front, bool at_end, double now) override;
   void continues(std::span<const Key> names, Key before) override;
   void retain(std::span<const Key> path, std::span<const Index> found, const BlockHint& said,
               double now) override;
@@ -44,8 +46,11 @@ class LiveRuns final : public RunPolicy, public Live {
   Index in_front_of(Index item) const override { return blocks_.in_front_of(item); }
 
  private:
+  // Class of a block that was in no request.
+  Class unknown_class() { return model_.class_of({0, 1, 0, 0, 0}); }
   Index find(Key name) const { return blocks_.number(keeper_.find(name)); }
   void settle(std::span<const Index> found);
+  void expect_runs(std::span<const Key> path, std::span<const Index> found);
   Index run_at(std::span<const Key> path, std::span<const Index> found, std::uint32_t at) const;
   std::uint32_t end_of_shared(std::span<const Index> found) const;
   Index split(std::span<const Key> path, std::span<const Index> found, Index run,

@@ -48,6 +48,7 @@ ReuseModel::Class ReuseModel::class_of(const Features& features) {
     }
     cls = it->second;
   }
+  classes_[cls].features = features;
   return cls;
 }
 

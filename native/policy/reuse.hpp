@@ -39,6 +39,8 @@ class ReuseModel {
 
   // Return the class of features; it is made at its first use.
   Class class_of(const Features& features);
+  // Return the features of a class that `class_of` returned.
+  const Features& features(Class cls) const { return classes_[cls].features; }
   // Count a piece of this class that was used again, or forgotten, at this age in seconds. weight:
   // of the piece.
   void used(Class cls, double age, double weight) { count(classes_[cls].seen, age, weight, true); }
@@ -71,6 +73,7 @@ class ReuseModel {
   };
   struct Learned {
     Class above = 0;
+    Features features{};
     bool is_current = false;  // `values` are those of `hazards`
     Counts seen{};
     Row hazards{};

@@ -22,6 +22,10 @@ constexpr std::size_t kUsualRunBlocks = 10;
 constexpr std::uint32_t kNever = 0;
 constexpr std::uint32_t kMaxUses = 0xFFFF;
 
+// The second feature, and its values: what blocks are to their prompt.
+constexpr std::size_t kRole = 1;
+enum Role : std::uint8_t { kInside, kLast, kBeside, kBesideEnd };
+
 // Returns the feature of the time since the previous use, seconds: one step per factor of 4.
 std::uint32_t gap_after(double age) {
   const double octaves = std::log2(std::max(1.0, age));
@@ -77,8 +81,23 @@ void RunPolicy::begin(std::span<const Key> path, std::span<const Index> found, d
   }
   ++num_requests_;
   compare(path, found);
-  cut(path, found);
-  name_parts(path.size());
+  cut(path, found, 0);
+  add_new_part(static_cast<std::uint32_t>(path.size()));
+  set_last_apart();
+  name_parts(static_cast<std::uint32_t>(path.size()));
+  victim_ = kNone;
+}
+
+void RunPolicy::begin_beside(std::span<const Key> path, std::span<const Index> found,
+                             std::uint32_t first, Class cls, bool at_end, double now) {
+  now_ = now;
+  cut(path, found, first);
+  add_new_part(static_cast<std::uint32_t>(path.size()));
+  // A class of their own below the prompt's: many are passed and never used again. One class for
+  // all, since they are of use only together.
+  ReuseModel::Features features = model_.features(cls);
+  features[kRole] = at_end ? kBesideEnd : kBeside;
+  for (Part& part : parts_) part.cls = model_.class_of(features);
   victim_ = kNone;
 }
 
@@ -157,17 +176,18 @@ void RunPolicy::take(Index run, std::uint32_t from, std::uint32_t to) {
   num_known_ = to;
 }
 
-// Cuts the path into parts: one per run that it uses again, resident or not, and the new blocks.
-void RunPolicy::cut(std::span<const Key> path, std::span<const Index> found) {
+// Cuts the path from `first` on into parts: one per run that it uses again, resident or not.
+void RunPolicy::cut(std::span<const Key> path, std::span<const Index> found, std::uint32_t first) {
   parts_.clear();
-  num_known_ = 0;
+  num_known_ = first;
   const auto hits = static_cast<std::uint32_t>(found.size());
-  for (std::uint32_t at = 0; at < hits; at = num_known_) {
+  for (std::uint32_t at = first; at < hits; at = num_known_) {
     const Index run = blocks_[found[at]].run;
     std::uint32_t end = at + 1;  // it may leave the run before its end
     while (end < hits && blocks_[found[end]].run == run) ++end;
     if (run == kNone) {  // blocks that were in no request
-      parts_.push_back({at, end, 1, parts_.empty() ? kNever : parts_.back().gap, false, 0});
+      parts_.push_back(
+          {at, end, 1, parts_.empty() ? kNever : parts_.back().gap, false, 0});
       num_known_ = end;
       continue;
     }
@@ -183,32 +203,37 @@ void RunPolicy::cut(std::span<const Key> path, std::span<const Index> found) {
   }
 }
 
-void RunPolicy::name_parts(std::size_t num_asked) {
-  const auto num = static_cast<std::uint32_t>(num_asked);
-  const std::uint32_t num_new = num - num_known_;
-  if (num_new > 0) {
-    const std::uint32_t gap = parts_.empty() ? kNever : parts_.back().gap;
-    parts_.push_back({num_known_, num, 1, gap, false, 0});
-  }
-  // The last block is a part of its own: it is not full, or the answer follows it.
+// Adds the blocks behind the known ones as a part.
+void RunPolicy::add_new_part(std::uint32_t num_asked) {
+  if (num_known_ == num_asked) return;
+  const std::uint32_t gap = parts_.empty() ? kNever : parts_.back().gap;
+  parts_.push_back({num_known_, num_asked, 1, gap, false, 0});
+}
+
+// Makes the last block a part of its own: it is not full, or the answer follows it.
+void RunPolicy::set_last_apart() {
   if (parts_.back().hi - parts_.back().lo > 1) {
     Part last = parts_.back();
     parts_.back().hi = last.lo = last.hi - 1;
     parts_.push_back(last);
   }
   parts_.back().is_last = true;
+}
 
+void RunPolicy::name_parts(std::uint32_t num_asked) {
   const auto log = [](std::uint32_t count) {
     return static_cast<std::uint32_t>(std::bit_width(count));
   };
   const auto narrow = [](std::uint32_t feature) { return static_cast<std::uint8_t>(feature); };
+  const std::uint32_t num_new = num_asked - num_known_;
   const std::uint32_t brought = std::min(6U, num_new > 0 ? log(num_new - 1) : 0);
-  const std::uint32_t length = std::min(5U, (log(num + 1) - 1) / 2);
+  const std::uint32_t length = std::min(5U, (log(num_asked + 1) - 1) / 2);
   std::size_t num_parts = 0;
   for (Part part : parts_) {
     const std::uint32_t uses = std::min(4U, log(part.num_uses - 1));
     part.cls = model_.class_of(
-        {narrow(uses), narrow(part.is_last), narrow(brought), narrow(part.gap), narrow(length)});
+        {narrow(uses), part.is_last ? kLast : kInside, narrow(brought), narrow(part.gap),
+         narrow(length)});
     if (num_parts > 0 && parts_[num_parts - 1].cls == part.cls &&
         parts_[num_parts - 1].words == part.words) {
       Part& before = parts_[num_parts - 1];

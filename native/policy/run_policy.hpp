@@ -70,6 +70,10 @@ class RunPolicy {
   // Begin a request for a path, of which `found` are the resident first blocks. It takes them out
   // of their runs, into `parts`, which `keep_runs` makes runs.
   void begin(std::span<const Key> path, std::span<const Index> found, double now);
+  // Do the same for the blocks from `first` on, which a request needs beside a run of its prompt.
+  // cls: of that run. at_end: whether they are needed at the prompt's end.
+  void begin_beside(std::span<const Key> path, std::span<const Index> found, std::uint32_t first,
+                    Class cls, bool at_end, double now);
   const std::vector<Part>& parts() const { return parts_; }
   double gain(const Part& part) { return model_.value_of_new(part.cls) * worth(part.lo, part.hi); }
   // Make the parts runs. resident: the first blocks of the path. tries_all: LRU would have admitted
@@ -147,8 +151,10 @@ class RunPolicy {
   Index ghost_at(std::span<const Key> path, std::uint32_t at) const;
   Ghosts::Found next_ghost(std::span<const Key> path, std::uint32_t from) const;
   void take(Index run, std::uint32_t from, std::uint32_t to);
-  void cut(std::span<const Key> path, std::span<const Index> found);
-  void name_parts(std::size_t num_asked);
+  void cut(std::span<const Key> path, std::span<const Index> found, std::uint32_t first);
+  void add_new_part(std::uint32_t num_asked);
+  void set_last_apart();
+  void name_parts(std::uint32_t num_asked);
   std::uint32_t num_gone_behind(Index tail) const;
   bool ends_a_path(Index run) const;
   bool is_let_go(Index run) const;

@@ -249,6 +249,14 @@ void BlockTrie::asked(std::string_view space, Labels& labels, double now) {
   });
 }
 
+void BlockTrie::asked_beside(std::string_view space, Labels& labels, std::uint32_t num_before,
+                             BlockId front, bool at_end, double now) {
+  const std::uint64_t name = nodes_[at(front)].hash;
+  tell_of_prompt(space, labels, [&](policy::Live& policy, auto path, auto found) {
+    policy.asked_beside(path, found, num_before, name, at_end, now);
+  });
+}
+
 void BlockTrie::retain(std::string_view space, Labels& labels, const policy::BlockHint& said,
                        double now) {
   policy::BlockHint of_tenant = said;

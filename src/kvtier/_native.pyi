@@ -302,6 +302,15 @@ class BlockTrie:
         hold: bool,
     ) -> tuple[Numbers[int], Numbers[int], int]: ...
     def asked(self, namespace: bytes, labels: Sequence[bytes], now: float) -> None: ...
+    def asked_beside(
+        self,
+        namespace: bytes,
+        labels: Sequence[bytes],
+        num_before: int,
+        front: int,
+        at_end: bool,
+        now: float,
+    ) -> None: ...
     def retain(
         self, namespace: bytes, labels: Sequence[bytes], block_hint: BlockHint, now: float
     ) -> None: ...

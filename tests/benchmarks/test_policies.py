@@ -218,6 +218,30 @@ def test_a_hit_in_pools_ends_where_the_side_pool_has_its_pages(policy: str) -> N
     assert replay.num_hits == 8 * 512, "it has no pages where the third prompt leaves the others"
 
 
+@pytest.mark.parametrize("policy", groups.POLICIES)
+@pytest.mark.parametrize("model", groups.ENGINES)
+def test_a_hit_in_the_engine_ends_at_a_chunk_of_which_it_has_all(policy: str, model: str) -> None:
+    prompt = np.arange(20, dtype=np.uint64)
+    replay = groups.EngineReplay(groups.ENGINES[model], policy, 200)
+    for now_s, num_blocks in enumerate((9, 20, 20)):  # the last block is not whole
+        replay.request(prompt[:num_blocks], now_s)
+    replay.check_invariants()
+    assert replay.num_hits == (8 + 18) * 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", groups.ENGINES)
+def test_the_engine_keeps_states_with_the_prompts_that_are_worth_it(model: str) -> None:
+    trace, hits = some(tenants, 1500), []
+    for policy in groups.POLICIES:
+        replay = groups.EngineReplay(groups.ENGINES[model], policy, 300)
+        for keys, now_s in zip(trace.chains, trace.times, strict=True):
+            replay.request(keys, now_s)
+        replay.check_invariants()
+        hits.append(replay.num_hits)
+    assert hits[0] > 1.05 * hits[1], "more than LRU"
+
+
 def test_gains_are_judged_over_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = Trace("made", [0.0, 1.0], [np.arange(8, dtype=np.uint64)] * 2)
     monkeypatch.setattr(groups, "_replayed", [trace])

@@ -116,6 +116,17 @@ class NativeIndex(NativeBlocks, PromptIndex):
     def on_request(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
         self._core.asked(namespace, labels, now)
 
+    def on_beside(
+        self,
+        namespace: bytes,
+        labels: Sequence[Label],
+        num_before: int,
+        front: BlockId,
+        at_end: bool,
+        now: float,
+    ) -> None:
+        self._core.asked_beside(namespace, labels, num_before, front, at_end, now)
+
     def retain(
         self, namespace: bytes, labels: Sequence[Label], block_hint: BlockHint, now: float
     ) -> None:

@@ -160,6 +160,30 @@ class PromptIndex(BlockIndex):
         """
 
     @abstractmethod
+    def on_beside(
+        self,
+        namespace: bytes,
+        labels: Sequence[Label],
+        num_before: int,
+        front: BlockId,
+        at_end: bool,
+        now: float,
+    ) -> None:
+        """Report blocks that a request needs or writes beside those of its prompt: a state.
+
+        Called before such blocks are written, and when they are used again.
+
+        Args:
+            namespace: namespace of the prompt.
+            labels: labels of their path.
+            num_before: blocks at the beginning of the path that are the prompt's own.
+            front: the prompt's block that they are needed with.
+            at_end: whether the prompt's end needs them, from which the next prompt probably goes
+                on.
+            now: time in seconds.
+        """
+
+    @abstractmethod
     def retain(
         self, namespace: bytes, labels: Sequence[Label], block_hint: BlockHint, now: float
     ) -> None:

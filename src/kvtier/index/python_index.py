@@ -127,6 +127,17 @@ class PythonIndex(PythonBlocks, PromptIndex):
         for policy, path, found in self._prompt(namespace, labels):
             policy.on_request(path, found, now)
 
+    def on_beside(
+        self,
+        namespace: bytes,
+        labels: Sequence[Label],
+        num_before: int,
+        front: BlockId,
+        at_end: bool,
+        now: float,
+    ) -> None:
+        """Do nothing: its policies order blocks by their use."""
+
     def retain(
         self, namespace: bytes, labels: Sequence[Label], block_hint: BlockHint, now: float
     ) -> None:

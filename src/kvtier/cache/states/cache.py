@@ -142,13 +142,12 @@ class SnapshotCache(StatefulCache):
         for snapshot in chosen:  # one or none
             # First: what it holds can't be evicted for the request's other blocks.
             self._begin_from(lease, snapshot, self._labels)
-            path = self._path(lease.labels, snapshot.num_blocks)
-            self._index.on_request(lease.namespace, path, self._clock())
         points = self._points(lease, plan.num_reused_blocks, num_blocks)
         num_slots = num_blocks + self._size * len(points)
         is_begun = super().transfer(lease, plan, num_slots)
         lease.num_blocks, lease.points = num_blocks, points
         for snapshot in chosen if is_begun else ():
+            self._tell(lease, snapshot.num_blocks)
             assert lease.start is not None, "it was made above"
             num_bytes = self._load(lease.start, snapshot.match)
             if num_bytes is None:
@@ -164,10 +163,7 @@ class SnapshotCache(StatefulCache):
         known, because prompts do have that beginning in common; and the deepest of the regular
         ones.
         """
-        grain = self._grain
-        assert lease.decision is not None, "it is planned"
-        longest = (lease.decision.num_tokens - 1) // self.group.block_size
-        end = min(len(lease.labels), longest) // grain * grain
+        grain, end = self._grain, self._last_point(lease)
         branch = min(lease.match.num_known // grain * grain, end)
         wanted: list[int] = []
         regular = range(end // self._every * self._every, first, -self._every)
@@ -178,6 +174,18 @@ class SnapshotCache(StatefulCache):
         num_slots = self.num_slots()[DEVICE]
         room = (num_slots - num_blocks - self._size * (first > 0)) // self._size
         return sorted(wanted[: max(0, room)])
+
+    def _tell(self, lease: Lease, at: int) -> None:
+        """Tell the policies of a snapshot that a request uses or has made."""
+        path, front = self._path(lease.labels, at), lease.blocks[at - 1]
+        at_end = at >= self._last_point(lease)
+        self._index.on_beside(lease.namespace, path, at, front, at_end, self._clock())
+
+    def _last_point(self, lease: Lease) -> int:
+        """Return after how many blocks a prompt has its last snapshot: a token is left."""
+        assert lease.decision is not None, "it is planned"
+        longest = (lease.decision.num_tokens - 1) // self.group.block_size
+        return min(len(lease.labels), longest) // self._grain * self._grain
 
     def follow(self, lease: Lease) -> LayerGate | None:
         """Return None: compute cannot start before the whole state is there."""
@@ -199,6 +207,7 @@ class SnapshotCache(StatefulCache):
     def _add(self, lease: SnapshotLease, at: int) -> None:
         """Add a snapshot that the engine has written."""
         above = lease.blocks[at - 1]
+        self._tell(lease, at)
         state = self._add_state(lease, self._labels, lease.take_snapshot(at), above)
         if state is not None:
             lease.made.append(state)

@@ -234,12 +234,12 @@ class WindowCache(StatefulCache):
 
     def transfer(self, lease: Lease, plan: Plan, num_blocks: int) -> bool:
         assert isinstance(lease, WindowLease), "of this cache"
-        cut, now = plan.num_reused_blocks, self._clock()
+        cut = plan.num_reused_blocks
         ring_blocks = self._shape.ring_blocks(num_blocks)
         num_new = num_blocks - cut + plan.num_copied_blocks + ring_blocks
         if num_new > self.num_available_slots:  # nothing is loaded for a request that has to wait
             return False
-        cells: list[list[Label]] = []
+        ends, cells = range(0), list[list[Label]]()
         num_bytes: int | None = 0
         for snapshot in lease.match.snapshots:
             if snapshot.num_blocks == cut:
@@ -251,8 +251,8 @@ class WindowCache(StatefulCache):
                 num_bytes = self._load(start, snapshot.match)
         if num_bytes is None or not super().transfer(lease, plan, num_blocks + ring_blocks):
             return False
-        for cell in cells:
-            self._index.on_request(lease.namespace, cell, now)
+        for at, cell in zip(ends, cells, strict=True):
+            self._tell(lease, at, cell)
         lease.record.load_bytes += num_bytes
         lease.slots, lease.ring = lease.slots[:num_blocks], lease.slots[num_blocks:]
         self._check()
@@ -289,11 +289,18 @@ class WindowCache(StatefulCache):
     def _add(self, lease: WindowLease, at: int) -> Sequence[BlockId]:
         """Add a cell that the engine has written, and return its blocks."""
         labels = self._cell(self._index.key(lease.blocks[at - 1]))
-        self._index.on_request(lease.namespace, labels, self._clock())
+        self._tell(lease, at, labels)
         state = self._add_state(lease, labels, lease.cells.pop(at))
         blocks = () if state is None else state.blocks
         self._end(state)  # it is stored below
         return blocks
+
+    def _tell(self, lease: Lease, at: int, cell: Sequence[Label]) -> None:
+        """Tell the policies of a cell that a request uses or has made."""
+        grain, front = self._shape.grain_blocks, lease.blocks[at - 1]
+        last = len(lease.labels) // grain * grain
+        at_end = at > last - self._shape.num_cells * grain
+        self._index.on_beside(lease.namespace, cell, 0, front, at_end, self._clock())
 
     def _is_stored(self, blocks: Sequence[BlockId]) -> bool:
         """Whether the tier below the device has all of ``blocks``."""
