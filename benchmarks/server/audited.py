@@ -18,7 +18,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -177,25 +177,31 @@ def checkpoint(name: str) -> Iterator[Path]:
 
 
 def run(names: list[str], seconds: float, note: Callable[[Row], None]) -> list[Row]:
-    """Serve kinds of models in all dtypes in which they are served, for ``seconds`` in all."""
+    """Serve kinds of models in all dtypes in which they are served, for ``seconds`` in all.
+
+    Each kind comes in one dtype before any comes in the next. An interrupt ends it early.
+    """
     served = {
         name: [dtype for dtype in DTYPES if outcomes[dtype].served]
         for name, outcomes in outcomes_of(read_record()).items()
         if not names or name in names
     }
-    num_left, end = sum(map(len, served.values())), time.monotonic() + seconds
-    rows = []
-    for name, dtypes in served.items():
-        if not dtypes:
-            continue
-        with checkpoint(name) as model:
-            for dtype in dtypes:
-                row = Row(name, dtype)
-                share = max(0.0, end - time.monotonic()) / num_left
+    pairs = [
+        (name, dtypes[(number + turn) % len(dtypes)])
+        for turn in range(len(DTYPES))
+        for number, (name, dtypes) in enumerate(served.items())
+        if turn < len(dtypes)
+    ]
+    end = time.monotonic() + seconds
+    rows: list[Row] = []
+    with suppress(KeyboardInterrupt):
+        for name, dtype in pairs:
+            row = Row(name, dtype)
+            share = max(0.0, end - time.monotonic()) / (len(pairs) - len(rows))
+            with checkpoint(name) as model:
                 serve_kind(model, model / dtype, row, share)
-                num_left -= 1
-                rows.append(row)
-                note(row)
+            rows.append(row)
+            note(row)
     return rows
 
 
@@ -232,7 +238,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     def note(row: Row) -> None:
         nums = ", ".join(f"{name} {num}" for name, num in row.audits.items() if num)
-        print(f"{row.kind}, {row.dtype}: {row.hits} hits; {nums}", file=sys.stderr, flush=True)
+        what = f"{row.kind}, {row.dtype}: {row.seconds:.0f} s, {row.hits} hits; {nums}"
+        print(what, file=sys.stderr, flush=True)
 
     machine = machine_facts()
     rows = run(options.kinds, 60 * options.minutes, note)
