@@ -13,7 +13,8 @@ Unrelated vectors of equal length are about 1.41 (the square root of 2) apart, a
 (zeros) 1, and KV that was rounded to 8 bits 0.03 to 0.05.
 
 **Tolerance.** 0 where this process has made both computations in the same shapes (``kvtier serve``,
-``attach``), and ``ELSEWHERE`` where another one may have made the first. In other shapes rounding
+``attach``), and ``ELSEWHERE`` where another one may have made the first: a name does not contain
+all that rounding depends on, and a block does not contain its writer. In other shapes rounding
 differs more, and ``Tolerance`` learns by how much: from pairs of computations of the same block
 without the cache, ``FACTOR`` times the greatest of their distances. That is a maximum over few
 blocks, and a maximum over many more is larger: a factor of 4 covers it, since such distances have

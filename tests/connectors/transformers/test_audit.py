@@ -130,6 +130,32 @@ def test_kv_of_a_stale_adapter_is_found(monkeypatch: pytest.MonkeyPatch) -> None
         assert cache.stats().audits == {"different": 1}
 
 
+def test_only_kv_of_this_process_must_have_equal_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process may have rounded otherwise what is on disk."""
+    model, ids = small_model(), prompt(0, 90)
+    slab = {"disk_path": str(tmp_path), "disk_capacity": "16MiB"}
+
+    def outcome(cache: Attached) -> Any:
+        always(cache, 0)
+        blocks = cache._grid._memory.blocks.view(torch.float32)
+        blocks.mul_(1 + 1e-6)
+        answer(model, ids)
+        return cache.stats().audits
+
+    for text in (ids, prompt(1, 60)):
+        with attached(model, **slab) as cache:
+            answer(model, text)
+            answer(model, ids)
+            assert cache.flush()
+            if text is ids:
+                assert outcome(cache) == {"equal": 1, "different": 1}
+                assert "writer='this process'" in caplog.text
+            else:
+                assert outcome(cache) == {"equal": 1, "within_tolerance": 1}
+
+
 def test_a_failed_audit_fails_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = small_model(), prompt(0, 90)
     expected = on_grid(model, ids)

