@@ -180,7 +180,8 @@ def likely_cause(distances: Distances, piece: AuditedPiece) -> str:
     if piece.has_first_layer and not first.any():
         return (
             "the first layer is the same and later ones are not: attention computes something "
-            "else than when the block was stored (another kernel, mask or window, or an adapter)"
+            "else than when the block was stored (another kernel, mask or window, or an adapter), "
+            "or cached KV before it is wrong"
         )
     if piece.has_first_layer and len(first) == 2 and not first[1].any():
         return "keys differ in the first layer and values do not: positions (RoPE) differ"

@@ -334,6 +334,18 @@ def test_kv_that_another_process_stored_anew_may_be_rounded_otherwise(
     server.close()
 
 
+def test_wrong_kv_is_found_by_audits_of_what_was_computed_behind_it_while_it_was_right(
+    make: Make, prompt: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(AUDITED)
+    ask(engine, prompt, ONE)
+    always(engine, 5)
+    engine.call(lambda: spoil(engine, prompt, block=0))
+    ask(engine, prompt, ONE)
+    assert counts(engine) == {"different": 1}
+    assert "or cached KV before it is wrong" in caplog.text
+
+
 # -- free audits -----------------------------------------------------------------------------------
 
 
