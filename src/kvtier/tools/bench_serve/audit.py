@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-import torch
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -130,13 +130,13 @@ def _other_attention(engine: Engine, prompt: Prompt, other: Prompt) -> Iterator[
 @contextmanager
 def _other_adapter(engine: Engine, prompt: Prompt, other: Prompt) -> Iterator[None]:
     """Add to the weights what a merged adapter of rank 1 adds."""
-    generator = torch.Generator().manual_seed(0)
+    generator = np.random.default_rng(0)
     matrices = [weight.data for weight in engine.module.parameters() if weight.dim() == 2]
     weights = [weight for weight in matrices if len(weight) != engine.info.vocab_size]
     kept = [weight.clone() for weight in weights]
     for weight in weights:
-        up, down = (torch.randn(num, generator=generator) for num in weight.shape)
-        weight += 0.5 * weight.std() * torch.outer(up, down).to(weight)
+        up, down = (weight.new_tensor(generator.standard_normal(num)) for num in weight.shape)
+        weight += 0.5 * weight.std() * up[:, None] * down
     yield
     for weight, values in zip(weights, kept, strict=True):
         weight.copy_(values)
