@@ -36,10 +36,10 @@ from scripts.model_coverage import BLOCK, CHUNK, DTYPES, kinds, outcomes_of, rea
 
 TIERS = (DEVICE, HOST, DISK)
 MAX_TOKENS = 500
-"""Length at which a conversation begins anew."""
+"""Length of a prompt at which a conversation begins anew."""
 NUM_CONVERSATIONS, SALTS = 5, ("", "one tenant", "another")
 LEAST_BATCHES = 5
-"""Of each engine, whatever the time: hits from every tier."""
+"""Number of batches per engine, whatever the time: enough for hits from every tier."""
 JSON_GRAMMAR = '%llguidance {}\nstart: %json {"type": "array", "items": {"type": "integer"}}'
 
 
