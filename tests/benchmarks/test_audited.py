@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ def test_hits_from_every_tier_are_audited_and_equal() -> None:
     for tier in (DEVICE, HOST, DISK):
         assert row.num(AuditOutcome.EQUAL, tier), tier
     assert row.num(AuditOutcome.DIFFERENT) == row.num(AuditOutcome.WITHIN_TOLERANCE) == 0
+    assert json.loads(json.dumps(asdict(row)))["audits"] == row.audits
 
 
 def test_attention_that_does_not_repeat_its_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
