@@ -13,7 +13,8 @@ Unrelated vectors of equal length are about 1.41 (the square root of 2) apart, a
 (zeros) 1, and KV that was rounded to 8 bits 0.03 to 0.05.
 
 **Tolerance.** 0 where this process has made both computations in the same shapes (``kvtier serve``,
-``attach``), and ``ELSEWHERE`` where another one may have made the first. In other shapes rounding
+``attach``), and ``ELSEWHERE`` where another one may have made the first: a name does not contain
+all that rounding depends on, and a block does not contain its writer. In other shapes rounding
 differs more, and ``Tolerance`` learns by how much: from pairs of computations of the same block
 without the cache, ``FACTOR`` times the greatest of their distances. That is a maximum over few
 blocks, and a maximum over many more is larger: a factor of 4 covers it, since such distances have
@@ -179,7 +180,8 @@ def likely_cause(distances: Distances, piece: AuditedPiece) -> str:
     if piece.has_first_layer and not first.any():
         return (
             "the first layer is the same and later ones are not: attention computes something "
-            "else than when the block was stored (another kernel, mask or window, or an adapter)"
+            "else than when the block was stored (another kernel, mask or window, or an adapter), "
+            "or cached KV before it is wrong"
         )
     if piece.has_first_layer and len(first) == 2 and not first[1].any():
         return "keys differ in the first layer and values do not: positions (RoPE) differ"

@@ -97,7 +97,7 @@ def test_other_weights_in_effect_find_nothing(change: str) -> None:
 
 def test_an_adapter_that_comes_back_finds_its_kv() -> None:
     model = adapted()
-    with attached(model) as cache:
+    with attached(model, audit=1.0) as cache:
         for name, num in (("one", 0), ("two", 0), ("one", WHOLE)):
             model.set_adapter(name)
             assert reused(model, cache) == num, name
@@ -110,6 +110,7 @@ def test_an_adapter_that_comes_back_finds_its_kv() -> None:
         with model.disable_adapter():
             assert reused(model, cache) == WHOLE
         assert reused(model, cache) == WHOLE
+        assert cache.stats().audits == {"equal": 6}
 
 
 def test_an_idle_adapter_hides_no_weight_of_its_name() -> None:

