@@ -241,3 +241,8 @@ def test_files_without_prompts_are_refused(
     file = tmp_path / "prompts"
     file.write_bytes(content)
     assert sentence in refused("audit", served.url, str(file))
+
+
+def test_missing_file_is_refused(served: Running, tmp_path: Path) -> None:
+    said = refused("audit", served.url, str(tmp_path / "prompts"))
+    assert "prompts: can't be read: No such file or directory" in said

@@ -77,6 +77,8 @@ def _bodies(path: Path, num: int) -> Iterator[dict[str, Any]]:
         text = path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; give text") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         raise ConfigError(f"{path}: there is no prompt in it")
