@@ -58,6 +58,11 @@ class Shape:
         return len(self.block_sizes) == 1
 
     @property
+    def group_bytes(self) -> int:
+        """Bytes at the end of a key that name its KV group; 0 for one group."""
+        return 0 if self.has_one_group else GROUP_BYTES
+
+    @property
     def has_unlike_blocks(self) -> bool:
         """Whether the blocks of some groups end at other tokens than those of others."""
         return len(set(self.block_sizes)) > 1
