@@ -221,5 +221,5 @@ def test_states_are_in_pieces_of_whole_pages_for_direct_reads() -> None:
 
 
 def test_groups_in_other_places_stay_in_unequal_pieces() -> None:
-    pages = _beside_states(2, behind=8)
+    pages = _beside_states(2, behind=16)
     assert pages.in_equal_pieces() is pages
