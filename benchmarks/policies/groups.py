@@ -41,7 +41,8 @@ from kvtier.cache.ladder import LadderOptions
 from kvtier.cache.local import LocalBlockCache
 from kvtier.connectors.sglang.shared.prefix_hits import side_cuts
 from kvtier.connectors.vllm.shared.names import EngineFacts, GroupFacts
-from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, Cuts, RequestBlocks, group_key
+from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, RequestBlocks, group_key
+from kvtier.connectors.vllm.shared.reach import Cuts
 from kvtier.core.types import HOST
 from kvtier.index import make_key_index
 from kvtier.tiers import DistantAllocator
