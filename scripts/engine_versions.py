@@ -166,8 +166,8 @@ def record(name: str, report: Path) -> None:
 def record_shapes(name: str, report: Path) -> None:
     """Note the cells of the table of shapes that tests of a version show.
 
-    A test names its cells in properties ``shows``: shape, tier and ranks. One that passed adds
-    them, and one that failed removes them. Exits if no test names any.
+    A test names its cells in properties ``shows``: shape, tier, and ranks or "refused". One that
+    passed adds them, and one that failed removes them. Exits if no test names any.
     """
     known = read_shapes()
     cells = known.setdefault(name, {})
@@ -247,13 +247,19 @@ def versions() -> Iterator[str]:
 def shapes() -> Iterator[str]:
     """Yield the table of shapes: a row for each shape and version, a column for each tier."""
     found = read_shapes()
-    rows = [(name, shape, tiers) for name, each in found.items() for shape, tiers in each.items()]
-    columns = list(dict.fromkeys(tier for _, _, tiers in rows for tier in tiers))
+    titles = {part.engine: part.contract.name for part in PARTS}
+    rows = [
+        (titles[engine], version, shape, tiers)
+        for name, of_shapes in found.items()
+        for engine, _, version in [name.partition("-")]
+        for shape, tiers in of_shapes.items()
+    ]
+    columns = list(dict.fromkeys(tier for *_, tiers in rows for tier in tiers))
     yield f"| shape | version | {' | '.join(columns)} |"
     yield "| -- | -- |" + " -- |" * len(columns)
-    for name, shape, tiers in sorted(rows, key=lambda row: (row[1], row[0])):
+    for engine, version, shape, tiers in sorted(rows, key=lambda row: (row[2], _order(row[1]))):
         cells = (", ".join(tiers.get(tier, ())) for tier in columns)
-        yield f"| {shape} | {name.replace('-', ' ', 1)} | {' | '.join(cells)} |"
+        yield f"| {shape} | {engine} {version} | {' | '.join(cells)} |"
 
 
 TABLES = (

@@ -49,7 +49,8 @@ Shows = Callable[[str, str, str], None]
 def shows(record_property: Callable[[str, object], None]) -> Shows:
     """Return a function that notes which cell of the table in docs/versions.md a test shows.
 
-    It gets a shape, a tier, and the ranks. The table is written from the tests that passed.
+    It gets a shape, a tier, and the ranks or "refused". The table is written from the tests that
+    passed.
     """
     return lambda shape, tier, form: record_property("shows", json.dumps([shape, tier, form]))
 
@@ -192,7 +193,8 @@ def test_ranks_load_shards_of_windows_that_one_rank_has_stored(
 
 
 @pytest.mark.timeout(900)
-def test_shards_of_states_are_refused(tmp_path: Path, valkey: str) -> None:
+def test_shards_of_states_are_refused(tmp_path: Path, valkey: str, shows: Shows) -> None:
+    shows("lfm2", "store, shards", "refused")
     config = own_connector(storage=valkey, storage_shards=2, **SIZES)
     with pytest.raises(RuntimeError), started(config, "lfm2", ONE, tmp_path):
         pass
