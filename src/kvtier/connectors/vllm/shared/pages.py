@@ -61,7 +61,8 @@ class EnginePages:
         does not fill its page, the rest of the page counts as a part of it. Pages whose groups lie
         in other places are returned as they are.
         """
-        largest = list(max(self.groups, key=len))
+        longest = max(self.groups, key=len)
+        largest = list(longest)
         for group in self.groups:
             for at, share in enumerate(group):
                 whole = largest[at]
