@@ -77,7 +77,6 @@ def make_mtp_of_windows(folder: Path) -> Path:
     config = ExaoneMoeConfig(
         **SIZES,
         num_hidden_layers=4,
-        head_dim=32,
         sliding_window=BLOCK,
         mlp_layer_types=["dense"] * 4,
     )
