@@ -57,9 +57,9 @@ class EnginePages:
     def in_equal_pieces(self) -> EnginePages:
         """Return the pages with shares of the same sizes in all groups, as direct reads need them.
 
-        vLLM's groups use the same tensors, and a page belongs to one group at a time. Where a state
-        does not fill its page, the rest of the page counts as a part of it. Pages whose groups lie
-        in other places are returned as they are.
+        vLLM's groups use the same tensors, and a page belongs to one group at a time. Where a group
+        does not fill its pages, as states may not, the rest of a page counts as a part of it. Pages
+        whose groups lie in other places are returned as they are.
         """
         longest = max(self.groups, key=len)
         largest = list(longest)
