@@ -15,7 +15,7 @@ endif
 
 .PHONY: help setup setup-core setup-demo demo docs site test test-core test-docs test-page \
 	test-transformers newest newest-transformers newest-vllm newest-sglang test-sglang test-sglang-quick test-sglang-version test-vllm vllm-tests \
-	test-vllm-quick test-vllm-version test-vllm-older test-vllm-all test-vllm-upstream scan-engines \
+	test-vllm-quick test-vllm-version test-vllm-older test-vllm-shapes test-vllm-all test-vllm-upstream scan-engines \
 	test-stores test-routers test-dashboard test-wheel bundle test-bundle check-deploy check lint check-native crash-test fuzz \
 	bench bench-vllm bench-sglang bench-stores kvtier-in-vllm kvtier-in-sglang clean FORCE
 
@@ -173,6 +173,11 @@ test-vllm-older:
 	$(MAKE) vllm-tests VLLM=0.27.1 \
 		VLLM_TESTS="tests/engines/vllm/test_contract.py tests/engines/vllm/test_versions.py::test_hit_in_host_memory_has_the_bits_of_vllms_own"
 	$(MAKE) vllm-tests VLLM=0.28.0 VLLM_TESTS="tests/engines/vllm/test_prefill_decode.py tests/engines/vllm/test_grid.py"
+
+# Models whose layers keep unlike KV, from every tier; what passed goes into the table of shapes.
+test-vllm-shapes:
+	$(MAKE) vllm-tests VLLM_TESTS=tests/engines/vllm/test_shapes.py
+	$(BIN)/python -m scripts.engine_versions record-shapes vllm-$(VLLM) $(VLLM_REPORT)
 
 test-vllm-all: scan-engines
 	for version in $(VLLM_VERSIONS); do $(MAKE) test-vllm-version VLLM=$$version || exit 1; done

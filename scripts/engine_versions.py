@@ -3,6 +3,8 @@
     python -m scripts.engine_versions sources        fetch the sources, compare (make scan-engines)
     python -m scripts.engine_versions record NAME JUNIT_XML
                                                      note what a test run of that version passed
+    python -m scripts.engine_versions record-shapes NAME JUNIT_XML
+                                                     note which models it served from which tiers
     python -m scripts.engine_versions tables         write the tables of the README and the docs
     python -m scripts.engine_versions tables --check exit with 1 where one is out of date
 
@@ -34,7 +36,11 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / ".peers/sources"
 RECORD = ROOT / "tests/engine_versions.json"
 """By engine and version, what was run: written by ``record``."""
+SHAPES = ROOT / "tests/engine_shapes.json"
+"""By engine and version, shape and tier, the ranks with which it passed: written by
+``record-shapes``."""
 BEGIN, END = "<!-- Written by scripts/engine_versions.py: -->\n", "<!-- end -->\n"
+BEGIN_SHAPES = "<!-- Shapes, written by scripts/engine_versions.py: -->\n"
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,41 @@ def record(name: str, report: Path) -> None:
     write_tables()
 
 
+def record_shapes(name: str, report: Path) -> None:
+    """Note the cells of the table of shapes that tests of a version show.
+
+    A test names its cells in properties ``shows``: shape, tier, and ranks or "refused". One that
+    passed adds them, and one that failed removes them. Exits if no test names any.
+    """
+    known = read_shapes()
+    cells = known.setdefault(name, {})
+    num_cells = 0
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        if case.find("skipped") is not None:
+            continue
+        has_passed = case.find("failure") is None and case.find("error") is None
+        for each in case.iter("property"):
+            if each.get("name") != "shows":
+                continue
+            shape, tier, ranks = json.loads(each.get("value", ""))
+            passed = cells.setdefault(shape, {}).setdefault(tier, [])
+            passed[:] = sorted({*passed, ranks} if has_passed else {*passed} - {ranks})
+            num_cells += 1
+    if not num_cells:
+        sys.exit(f"{name}: no test of {report} names a cell of the table")
+    SHAPES.write_text(json.dumps(known, indent=1) + "\n")
+    write_tables()
+
+
+Shapes = dict[str, dict[str, dict[str, list[str]]]]
+"""By engine and version, shape and tier: the ranks with which a test passed."""
+
+
+def read_shapes() -> Shapes:
+    found: Shapes = json.loads(SHAPES.read_text()) if SHAPES.exists() else {}
+    return found
+
+
 def read_record() -> dict[str, dict[str, int]]:
     """Tests that passed, by a part's title and a version of its engine."""
     found: dict[str, dict[str, int]] = json.loads(RECORD.read_text())
@@ -203,17 +244,39 @@ def versions() -> Iterator[str]:
             yield f"| {name[:-2]} | {version} | {titles or 'nothing'} | {told} |"
 
 
-TABLES = {ROOT / "README.md": summary, ROOT / "docs/versions.md": versions}
+def shapes() -> Iterator[str]:
+    """Yield the table of shapes: a row for each shape and version, a column for each tier."""
+    found = read_shapes()
+    titles = {part.engine: part.contract.name for part in PARTS}
+    rows = [
+        (titles[engine], version, shape, tiers)
+        for name, of_shapes in found.items()
+        for engine, _, version in [name.partition("-")]
+        for shape, tiers in of_shapes.items()
+    ]
+    columns = list(dict.fromkeys(tier for *_, tiers in rows for tier in tiers))
+    yield f"| shape | version | {' | '.join(columns)} |"
+    yield "| -- | -- |" + " -- |" * len(columns)
+    for engine, version, shape, tiers in sorted(rows, key=lambda row: (row[2], _order(row[1]))):
+        cells = (", ".join(tiers.get(tier, ())) for tier in columns)
+        yield f"| {shape} | {engine} {version} | {' | '.join(cells)} |"
+
+
+TABLES = (
+    (ROOT / "README.md", BEGIN, summary),
+    (ROOT / "docs/versions.md", BEGIN, versions),
+    (ROOT / "docs/versions.md", BEGIN_SHAPES, shapes),
+)
 
 
 def write_tables(*, is_check: bool = False) -> bool:
     """Write the tables between their marks. Return whether all were as they are now."""
     is_current = True
-    for page, rows in TABLES.items():
+    for page, begin, rows in TABLES:
         text = page.read_text()
-        before, _, rest = text.partition(BEGIN)
+        before, _, rest = text.partition(begin)
         _, _, after = rest.partition(END)
-        made = f"{before}{BEGIN}\n" + "".join(f"{row}\n" for row in rows()) + f"\n{END}{after}"
+        made = f"{before}{begin}\n" + "".join(f"{row}\n" for row in rows()) + f"\n{END}{after}"
         if made != text:
             is_current = False
             print(f"{page.relative_to(ROOT)}: the table of versions is out of date")
@@ -226,15 +289,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("sources")
-    recording = commands.add_parser("record")
-    recording.add_argument("name")
-    recording.add_argument("report", type=Path)
+    for command in ("record", "record-shapes"):
+        recording = commands.add_parser(command)
+        recording.add_argument("name")
+        recording.add_argument("report", type=Path)
     commands.add_parser("tables").add_argument("--check", action="store_true")
     given = parser.parse_args()
     if given.command == "sources":
         sys.exit(not compare())
     elif given.command == "record":
         record(given.name, given.report)
+    elif given.command == "record-shapes":
+        record_shapes(given.name, given.report)
     else:
         sys.exit(not write_tables(is_check=given.check) and given.check)
 

@@ -42,7 +42,8 @@ from kvtier.cache.local import LocalBlockCache
 from kvtier.cache.states import SnapshotCache, WindowCache, WindowShape
 from kvtier.connectors.sglang.shared.prefix_hits import side_cuts
 from kvtier.connectors.vllm.shared.names import EngineFacts, GroupFacts
-from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, Cuts, RequestBlocks, group_key
+from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, RequestBlocks, group_key
+from kvtier.connectors.vllm.shared.reach import Cuts
 from kvtier.core.config import CacheConfig
 from kvtier.core.types import HOST, Label, LoadPolicy, WritePolicy
 from kvtier.devices.cpu import CpuDevice

@@ -16,7 +16,8 @@ from kvtier.index.policies.replayed import LRU
 from kvtier.observe import Metrics
 from kvtier.tiers import DistantAllocator, Quota, SlotAllocator, StorageFacts
 
-KEYS = [bytes([number]) * 3 for number in range(10)]
+KEYS = [bytes([number // 2, number // 2, number % 2]) for number in range(10)]
+"""Two for each place in a prompt, where the last byte names the KV group."""
 NS = b"n" * 32
 BLOCK_BYTES = 64
 PATIENCE_S = 0.1
@@ -46,6 +47,8 @@ class Engine:
         stores: Sequence[str] = (),
         clock: Callable[[], float] | None = None,
         direct: Direct = Direct.OFF,
+        policy: str = LRU,
+        group_bytes: int = 0,
     ) -> None:
         facts = {DISK: StorageFacts(finds_at_once=True, direct=direct)}
         facts |= dict.fromkeys(stores, StorageFacts(is_shared=True))
@@ -58,7 +61,7 @@ class Engine:
         self.host = DistantAllocator(num_host)
         rooms: dict[str, SlotAllocator] = {HOST: self.host, DISK: Quota(lambda: num_disk)}
         rooms |= {name: Quota(lambda: NUM_STORED) for name in stores}
-        self.index = make_key_index(dict.fromkeys(rooms, LRU), lambda: NS)
+        self.index = make_key_index(dict.fromkeys(rooms, policy), lambda: NS, group_bytes)
         self.cache = LocalBlockCache(
             self.index,
             rooms,

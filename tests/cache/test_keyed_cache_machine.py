@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -16,6 +17,7 @@ from hypothesis.stateful import (
 from kvtier.cache.block_cache import BlockState
 from kvtier.cache.transfer.ranks import Done, RankOrder, Verb
 from kvtier.core.types import DISK, HOST, Direct, Slot
+from kvtier.index.policies.replayed import LRU, RUNS
 from tests.kit.snapshot import snapshot
 
 from .keyed_harness import KEYS, Engine, name, names
@@ -57,9 +59,18 @@ class Rank:
 class KeyedMachine(RuleBasedStateMachine):
     """Two ranks that fail now and then. A block found in memory is always the right one."""
 
+    policy, group_bytes = LRU, 0
+
     @initialize(num_host=st.integers(1, 5), num_disk=st.integers(1, 6))
     def make(self, num_host: int, num_disk: int) -> None:
-        self.engine = Engine(num_host, num_disk, num_ranks=2, direct=Direct.ON)
+        self.engine = Engine(
+            num_host,
+            num_disk,
+            num_ranks=2,
+            direct=Direct.ON,
+            policy=self.policy,
+            group_bytes=self.group_bytes,
+        )
         self.cache = self.engine.cache
         self.ranks = [Rank(), Rank()]
         self.num_disk = num_disk
@@ -67,6 +78,10 @@ class KeyedMachine(RuleBasedStateMachine):
         self.holding: list[bytes] = []
         self.storing: list[tuple[bytes, int]] = []
         self.deleted: set[bytes] = set()  # and not stored again since
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, unique=True).map(sorted))
+    def begin_request(self, keys: list[bytes]) -> None:
+        self.cache.on_request(keys)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))
     def store(self, keys: list[bytes]) -> None:
@@ -203,5 +218,12 @@ class KeyedMachine(RuleBasedStateMachine):
             assert all(name(key) == at for at, key in each.disk.items())
 
 
-def test_what_is_found_is_the_right_block_whatever_fails() -> None:
-    run_state_machine_as_test(KeyedMachine, settings=settings(stateful_step_count=60))
+class GroupsMachine(KeyedMachine):
+    """Two KV groups, whose blocks for the same tokens leave together."""
+
+    policy, group_bytes = RUNS, 1
+
+
+@pytest.mark.parametrize("machine", [KeyedMachine, GroupsMachine])
+def test_what_is_found_is_the_right_block_whatever_fails(machine: type[KeyedMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=60))

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.connectors.vllm.shared.names import EngineFacts, GroupFacts
-from kvtier.connectors.vllm.shared.prompt import Cuts, RequestBlocks, group_key
+from kvtier.connectors.vllm.shared.prompt import RequestBlocks, group_key
+from kvtier.connectors.vllm.shared.reach import Cuts
 
 
 class FullAttentionSpec:

@@ -191,3 +191,35 @@ def test_numbers_that_belong_to_no_token_are_unknown() -> None:
     for dtype, is_known in (("fp8", True), ("fp8_e5m2", True), ("nvfp4", False)):
         places = tell_tokens({"a": quantised}, layers[0], pages.pool(1, 32), 0, _facts(dtype))
         assert (places is not None) is is_known
+
+
+def _beside_states(num_layers: int, behind: int = 0) -> EnginePages:
+    """Return pages of attention and of states that are a byte shorter, in the same tensors.
+
+    behind: bytes in front of a state in its page.
+    """
+    memory = [_memory(NUM_PAGES, 2 * PART) for _ in range(num_layers)]
+    caches: dict[str, Cache] = {}
+    for at, tensor in enumerate(memory):
+        caches[f"attention {at}"] = tensor.view(NUM_PAGES, 2, TOKENS, HEADS * DIM)
+        caches[f"state {at}"] = tensor[:, behind : 2 * PART - 1]
+    groups = [
+        [LayerSize(f"attention {at}", [2 * PART]) for at in range(num_layers)],
+        [LayerSize(f"state {at}", [2 * PART - 1 - behind], is_state=True) for at in range(1)],
+    ]
+    return tell_pages(caches, groups, NUM_PAGES)
+
+
+def test_states_are_in_pieces_of_whole_pages_for_direct_reads() -> None:
+    pages = _beside_states(2)
+    assert pages.pool(1, 4 * PART).why_not_direct
+    equal = pages.in_equal_pieces()
+    assert equal.pool(1, 4 * PART).why_not_direct == ""
+    assert equal.groups == [pages.groups[0], pages.groups[0][:1]], "each within its page"
+    assert equal.layout != pages.layout, "the bytes of a block are others"
+    assert equal.in_equal_pieces() is equal
+
+
+def test_groups_in_other_places_stay_in_unequal_pieces() -> None:
+    pages = _beside_states(2, behind=16)
+    assert pages.in_equal_pieces() is pages

@@ -365,10 +365,10 @@ def test_blocks_of_several_groups_are_cut_alike() -> None:
 def test_groups_with_states_beside_heads_are_refused() -> None:
     cache, _ = _blocks_first(2)
     state = torch.zeros((NUM_PAGES, 40), dtype=torch.uint8)
-    groups = [[LayerSize("a", [4 * TOKENS * DIM])], [LayerSize("b", [40])]]
+    groups = [[LayerSize("a", [4 * TOKENS * DIM])], [LayerSize("b", [40], is_state=True)]]
     caches: dict[str, Cache] = {"a": cache, "b": state}
     pages = tell_pages(caches, groups, NUM_PAGES)
-    with pytest.raises(LayoutError, match="b: the axis of 2 KV heads can't be identified"):
+    with pytest.raises(LayoutError, match="b keeps a recurrent state, which has no KV heads"):
         shards_of(pages, groups, caches, Division(2, 0, 1, 1), 1, 4096)
 
 

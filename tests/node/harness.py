@@ -140,9 +140,11 @@ def node_cache(
     block_bytes: int = BLOCK,
     deadline_s: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
+    group_bytes: int = 0,
 ) -> NodeCache:
     """Return the cache of an engine, for keys of 36 bytes, whose partition is open."""
-    cache = NodeCache(NodeClient(socket), lambda: scope, block_bytes, deadline_s, clock)
+    client = NodeClient(socket)
+    cache = NodeCache(client, lambda: scope, block_bytes, deadline_s, clock, group_bytes)
     probe = [b"probe".ljust(36)]
     wait_until(lambda: cache.reserve(probe) is not None)
     cache.abort(probe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtier.testing import BlockCacheHarness, BlockCacheSuite
+from kvtier.testing.block_cache_suite import GROUP_BYTES
 from tests.kit.nodes import NodeProcess
 from tests.kit.waiting import wait_until
 from tests.node.harness import node_cache
@@ -19,7 +20,8 @@ class NodeHarness(BlockCacheHarness):
 
     num_slots = 16
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, group_bytes: int = 0) -> None:
+        self._group_bytes = group_bytes
         self._disk = folder / "disk"
         self._node = NodeProcess(
             folder,
@@ -31,7 +33,12 @@ class NodeHarness(BlockCacheHarness):
         self._open()
 
     def _open(self) -> None:
-        self.cache = node_cache(self._node.socket, block_bytes=BLOCK_BYTES, deadline_s=0.5)
+        self.cache = node_cache(
+            self._node.socket,
+            block_bytes=BLOCK_BYTES,
+            deadline_s=0.5,
+            group_bytes=self._group_bytes,
+        )
 
     def settle(self, num_blocks: int) -> None:
         if not num_blocks:
@@ -69,3 +76,10 @@ def _sizes(folder: Path, name: str) -> list[int]:
 class TestNodeCache(BlockCacheSuite):
     def make_harness(self, folder: Path) -> BlockCacheHarness:
         return NodeHarness(folder)
+
+
+class TestNodeCacheOfTwoGroups(BlockCacheSuite):
+    num_groups = 2
+
+    def make_harness(self, folder: Path) -> BlockCacheHarness:
+        return NodeHarness(folder, GROUP_BYTES)

@@ -39,8 +39,9 @@ def content_of(key: bytes) -> bytes:
 class Harness:
     """A node in this process that "crashes": it is left as it is, and never closed."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, group_bytes: int = 0, **options: Any) -> None:
         self.folder, self.options = folder, options
+        self._key = PartitionKey("", SCOPE, BLOCK, 8, group_bytes)
         self.made: list[CacheNode] = []
         self.start()
 
@@ -50,7 +51,7 @@ class Harness:
 
     @property
     def partition(self) -> Partition:
-        number, _ = opened(self.node, PartitionKey("", SCOPE, BLOCK, 8))
+        number, _ = opened(self.node, self._key)
         partition = self.node.partition_of(number, "default")
         assert partition is not None
         return partition
@@ -132,6 +133,16 @@ def test_blocks_with_a_checksum_are_taken_over(tmp_path: Path) -> None:
         assert here.found(*range(23)) == list(range(22)), "and again"
         here.store(*range(100, 100 + NUM))
         assert len(here.found(*range(100, 100 + NUM))) == NUM, "all slots can be used"
+
+
+def test_blocks_of_all_groups_are_taken_over(tmp_path: Path) -> None:
+    """The last four bytes of a key name the group."""
+    blocks = [place + (group << 32) for place in range(8) for group in range(2)]
+    with harness(tmp_path, group_bytes=4) as here:
+        here.store(*blocks)
+        here.seal()
+        here.crash()
+        assert here.found(*blocks, 8) == blocks
 
 
 def test_memory_that_an_earlier_node_wrote_is_taken_over(tmp_path: Path) -> None:

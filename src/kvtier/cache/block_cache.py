@@ -238,10 +238,6 @@ class BlockCache(ABC):
 
     # -- use, from which policies learn ------------------------------------------------------------
 
-    def set_num_last(self, num_blocks: int) -> None:
-        """Set how many of the last blocks of a prompt are stored, if not all; see ``KeyIndex``."""
-        return
-
     @abstractmethod
     def on_request(self, keys: Iterable[bytes]) -> None:
         """Report a new request, once, before anything is reserved for it.

@@ -13,6 +13,7 @@ class PartitionFacts:
     scope: bytes
     block_bytes: int
     key_bytes: int
+    group_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -413,6 +413,7 @@ class LocalBlockCache(BlockCache):
         return [self._tiers[tier] for tier in self.slots.sources[as_array(slots)].tolist()]
 
     def set_num_last(self, num_blocks: int) -> None:
+        """Set how many of the last blocks of a prompt are stored, if not all; see ``KeyIndex``."""
         self._index.set_num_last(num_blocks)
 
     def on_request(self, keys: Iterable[bytes]) -> None:

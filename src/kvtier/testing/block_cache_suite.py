@@ -13,14 +13,10 @@ from kvtier.cache.block_cache import BlockCache, BlockState, Reserved
 from kvtier.core.hints import Action, Hint, HintOutcome
 from kvtier.core.types import HOST
 
-KEY_BYTES = 36
+GROUP_BYTES = 4
+"""Bytes at the end of a key that name its KV group."""
 PATIENCE_S = 30.0
 NOWHERE, ARRIVING, MEMORY, STORAGE, UNKNOWN = BlockState
-
-
-def block_keys(first: int, num: int) -> list[bytes]:
-    """Return ``num`` keys of a prompt, other ones than of any other range of numbers."""
-    return [b"%036d" % number for number in range(first, first + num)]
 
 
 class BlockCacheHarness(ABC):
@@ -60,8 +56,14 @@ class BlockCacheHarness(ABC):
 
 
 class BlockCacheSuite(ABC):
-    """Rules that every ``BlockCache`` keeps."""
+    """Rules that every ``BlockCache`` keeps.
 
+    Attributes:
+        num_groups: KV groups of a model. With several, the last ``GROUP_BYTES`` bytes of a key name
+            the group.
+    """
+
+    num_groups = 1
     longest_call_s = 2.0
     """Longest time of a call while everything below the cache is stopped."""
 
@@ -75,10 +77,15 @@ class BlockCacheSuite(ABC):
         yield made
         made.close()
 
+    def keys(self, first: int, num: int) -> list[bytes]:
+        """Return ``num`` keys of a prompt, other ones than of any other range of numbers."""
+        places = (divmod(number, self.num_groups) for number in range(first, first + num))
+        return [b"%032d" % place + group.to_bytes(GROUP_BYTES, "big") for place, group in places]
+
     # -- memory ------------------------------------------------------------------------------------
 
     def test_block_is_found_after_its_commit_only(self, harness: BlockCacheHarness) -> None:
-        keys = block_keys(0, 3)
+        keys = self.keys(0, 3)
         assert _known(harness.cache, keys) == [NOWHERE] * 3
         room = _reserve(harness.cache, keys)
         assert list(room.keys) == keys
@@ -91,13 +98,13 @@ class BlockCacheSuite(ABC):
         harness.cache.check_invariants()
 
     def test_block_in_memory_is_not_reserved_again(self, harness: BlockCacheHarness) -> None:
-        keys = block_keys(0, 4)
+        keys = self.keys(0, 4)
         _store(harness.cache, keys[:2])
         assert list(_reserve(harness.cache, keys).keys) == keys[2:]
         harness.cache.abort(keys[2:])
 
     def test_held_slots_are_those_that_were_written(self, harness: BlockCacheHarness) -> None:
-        keys = block_keys(0, 4)
+        keys = self.keys(0, 4)
         slots = dict(zip(keys, _store(harness.cache, keys).slots, strict=True))
         assert _known(harness.cache, keys) == [MEMORY] * 4
         held = harness.cache.hold(keys[1:3])
@@ -105,13 +112,13 @@ class BlockCacheSuite(ABC):
         harness.cache.release(keys[1:3])
 
     def test_held_block_is_not_evicted(self, harness: BlockCacheHarness) -> None:
-        keys = block_keys(0, 2)
+        keys = self.keys(0, 2)
         _store(harness.cache, keys)
         assert _known(harness.cache, keys) == [MEMORY] * 2
         slots = harness.cache.hold(keys).slots
         for number in range(4):
             harness.cache.poll()
-            others = block_keys(100 * (number + 1), harness.num_slots // 2)
+            others = self.keys(100 * (number + 1), harness.num_slots // 2)
             room = _reserve(harness.cache, others)
             assert set(room.slots).isdisjoint(slots)
             harness.cache.commit(room.keys, range(len(room.keys)))
@@ -120,23 +127,23 @@ class BlockCacheSuite(ABC):
         harness.cache.check_invariants()
 
     def test_no_slot_is_given_while_all_are_in_use(self, harness: BlockCacheHarness) -> None:
-        keys = block_keys(0, harness.num_slots)
+        keys = self.keys(0, harness.num_slots)
         _reserve(harness.cache, keys)
-        assert harness.cache.reserve(block_keys(500, 1)) is None
+        assert harness.cache.reserve(self.keys(500, 1)) is None
         harness.cache.abort(keys[:1])
-        _until(lambda: harness.cache.reserve(block_keys(500, 1)) is not None)
-        harness.cache.abort([*keys[1:], *block_keys(500, 1)])
+        _until(lambda: harness.cache.reserve(self.keys(500, 1)) is not None)
+        harness.cache.abort([*keys[1:], *self.keys(500, 1)])
         harness.cache.check_invariants()
 
     def test_failed_copy_to_memory_is_given_up(self, harness: BlockCacheHarness) -> None:
-        keys = block_keys(0, 2)
+        keys = self.keys(0, 2)
         room = _reserve(harness.cache, keys)
         harness.cache.distrust(room.slots[:1])
         harness.cache.commit(keys, [0, 1])
         assert _known(harness.cache, keys) == [NOWHERE, MEMORY]
 
     def test_failed_copy_from_memory_is_given_up(self, harness: BlockCacheHarness) -> None:
-        keys = block_keys(0, 2)
+        keys = self.keys(0, 2)
         _store(harness.cache, keys)
         _known(harness.cache, keys)
         held = harness.cache.hold(keys)
@@ -149,7 +156,7 @@ class BlockCacheSuite(ABC):
     def test_copies_that_were_forgotten_leave_no_slot_in_use(
         self, harness: BlockCacheHarness
     ) -> None:
-        keys = block_keys(0, harness.num_slots)
+        keys = self.keys(0, harness.num_slots)
         _reserve(harness.cache, keys)
         harness.cache.end_copies()
         harness.cache.copies_have_ended()
@@ -162,7 +169,7 @@ class BlockCacheSuite(ABC):
     def test_private_block_is_found_by_private_look_ups_at_most(
         self, harness: BlockCacheHarness
     ) -> None:
-        keys = block_keys(0, 2)
+        keys = self.keys(0, 2)
         _reserve(harness.cache, keys)
         harness.cache.commit(keys, [0, 1], to_storage=False)
         assert set(harness.cache.lookup_private(keys)) <= {MEMORY, NOWHERE}
@@ -171,7 +178,7 @@ class BlockCacheSuite(ABC):
         assert _known(harness.cache, keys) == [NOWHERE] * 2
 
     def test_use_changes_what_leaves_and_nothing_else(self, harness: BlockCacheHarness) -> None:
-        keys = block_keys(0, 4)
+        keys = self.keys(0, 4)
         harness.cache.on_request(keys[:3])
         _store(harness.cache, keys)
         harness.cache.continues(keys[3:], keys[2])
@@ -185,7 +192,7 @@ class BlockCacheSuite(ABC):
     # -- storage -----------------------------------------------------------------------------------
 
     def test_stored_block_is_read_after_a_crash(self, harness: BlockCacheHarness) -> None:
-        keys, storage = block_keys(0, 3), self._store_and_crash(harness)
+        keys, storage = self.keys(0, 3), self._store_and_crash(harness)
         assert harness.cache.sources(keys) == [storage] * 3
         assert harness.cache.lookup_again(keys[0], STORAGE) is STORAGE
         assert harness.cache.promote(keys) == 3
@@ -202,7 +209,7 @@ class BlockCacheSuite(ABC):
     def test_prefetched_blocks_are_in_memory_before_their_request(
         self, harness: BlockCacheHarness
     ) -> None:
-        keys = block_keys(0, 3)
+        keys = self.keys(0, 3)
         self._store_and_crash(harness)
         (result,) = harness.cache.hint(keys, Hint(prefetch_within_s=0.1), 16)
         assert result.action is Action.PREFETCH
@@ -213,7 +220,7 @@ class BlockCacheSuite(ABC):
         harness.cache.check_invariants()
 
     def test_demoted_blocks_are_found_in_storage_only(self, harness: BlockCacheHarness) -> None:
-        keys = block_keys(0, 3)
+        keys = self.keys(0, 3)
         _store(harness.cache, keys)
         harness.settle(3)
         harness.cache.poll()
@@ -230,7 +237,7 @@ class BlockCacheSuite(ABC):
         harness.cache.check_invariants()
 
     def test_failed_read_is_a_miss(self, harness: BlockCacheHarness) -> None:
-        keys = block_keys(0, 3)
+        keys = self.keys(0, 3)
         self._store_and_crash(harness)
         harness.fail_reads()
         harness.cache.promote(keys)
@@ -241,7 +248,7 @@ class BlockCacheSuite(ABC):
 
     def _store_and_crash(self, harness: BlockCacheHarness) -> str:
         """Store three blocks, and have storage find them after a crash. Return its name."""
-        keys = block_keys(0, 3)
+        keys = self.keys(0, 3)
         _store(harness.cache, keys)
         harness.settle(3)
         harness.restart()
@@ -252,7 +259,7 @@ class BlockCacheSuite(ABC):
     # -- limits ------------------------------------------------------------------------------------
 
     def test_no_call_waits_for_what_is_stopped(self, harness: BlockCacheHarness) -> None:
-        keys = block_keys(0, 3)
+        keys = self.keys(0, 3)
         self._store_and_crash(harness)
         cache = harness.cache
         harness.stop()
@@ -261,8 +268,8 @@ class BlockCacheSuite(ABC):
             lambda: cache.lookup_again(keys[0]),
             lambda: cache.promote(keys),
             lambda: cache.wait_for_reads(keys),
-            lambda: cache.reserve(block_keys(100, 2)),
-            lambda: cache.commit(block_keys(100, 2), [0, 1]),
+            lambda: cache.reserve(self.keys(100, 2)),
+            lambda: cache.commit(self.keys(100, 2), [0, 1]),
             lambda: cache.touch(keys),
             cache.poll,
         ]
@@ -275,7 +282,7 @@ class BlockCacheSuite(ABC):
         _until(lambda: cache.lookup(keys).states[0] in (STORAGE, MEMORY), cache)
 
     def test_usage_counts_what_is_in_use(self, harness: BlockCacheHarness) -> None:
-        _store(harness.cache, block_keys(0, 3))
+        _store(harness.cache, self.keys(0, 3))
         usage = harness.cache.usage()
         assert all(0 <= each.num_used <= each.num_open for each in usage.values())
         assert HOST not in usage or usage[HOST].num_used == 3

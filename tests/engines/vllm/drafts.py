@@ -7,9 +7,19 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    ExaoneMoeConfig,
+    ExaoneMoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
-from tests.engines.vllm.engines import MODEL
+from tests.engines.vllm.engines import BLOCK, MODEL
+from tests.engines.vllm.shapes import SIZES
 
 
 def make_eagle(folder: Path) -> Path:
@@ -55,18 +65,50 @@ def make_mtp(folder: Path) -> Path:
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    mtp = "model.mtp_layers.0."
+    _add_mtp(folder, model, mtp, {f"{mtp}{name}" for name in norms}, f"{mtp}input_proj")
+    _describe(folder, architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
+    return folder
+
+
+def make_mtp_of_windows(folder: Path) -> Path:
+    """Do so with layers of windows and of full attention (K-EXAONE); the added one has a window."""
+    config = ExaoneMoeConfig(
+        **SIZES,
+        num_hidden_layers=4,
+        sliding_window=BLOCK,
+        mlp_layer_types=["dense"] * 4,
+    )
+    torch.manual_seed(0)
+    model = ExaoneMoeForCausalLM(config)
+    model.save_pretrained(folder)
+    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    _add_mtp(folder, model, "mtp.layers.0.", {f"mtp.{name}" for name in norms}, "mtp.fc")
+    _describe(folder, num_nextn_predict_layers=1)
+    return folder
+
+
+def _add_mtp(
+    folder: Path, model: PreTrainedModel, layer: str, norms: set[str], projection: str
+) -> None:
+    """Add a layer to a saved model that predicts one more token, from the last one.
+
+    layer, norms, projection: names of its weights.
+    """
     file = folder / "model.safetensors"
     weights = load_file(file)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    mtp = "model.mtp_layers.0."
     for name, weight in model.model.layers[0].state_dict().items():
-        weights[mtp + name] = weight.clone()
-    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        weights[f"{mtp}{name}.weight"] = torch.ones(config.hidden_size)
-    eye = torch.eye(config.hidden_size)
-    weights[mtp + "input_proj.weight"] = torch.cat([eye, torch.zeros_like(eye)], dim=1)
+        weights[layer + name] = weight.clone()
+    for name in norms:
+        weights[f"{name}.weight"] = torch.ones(model.config.hidden_size)
+    eye = torch.eye(model.config.hidden_size)
+    weights[f"{projection}.weight"] = torch.cat([eye, torch.zeros_like(eye)], dim=1)
     save_file(weights, file, metadata={"format": "pt"})
-    described = json.loads((folder / "config.json").read_text())
-    described |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(described))
-    return folder
+
+
+def _describe(folder: Path, **more: object) -> None:
+    """Add settings to a saved model's config."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))

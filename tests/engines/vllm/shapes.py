@@ -91,6 +91,7 @@ def options_of(shape: str) -> dict[str, Any]:
     in_steps = {"max_num_batched_tokens": BLOCK, "max_num_seqs": 16}
     if shape == "falcon-h1":
         return {**OPTIONS, **in_steps}
+    # These layers need bfloat16 on a CPU, and vLLM 0.28 takes their states in float32 only.
     return {**OPTIONS, **in_steps, "dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}
 
 

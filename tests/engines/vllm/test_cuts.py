@@ -17,7 +17,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.connectors.vllm.shared.names import EngineFacts, GroupFacts
-from kvtier.connectors.vllm.shared.prompt import Cuts, group_key
+from kvtier.connectors.vllm.shared.prompt import group_key
+from kvtier.connectors.vllm.shared.reach import Cuts
 
 interface = pytest.importorskip("vllm.v1.kv_cache_interface")
 SlidingWindowMLASpec = getattr(interface, "SlidingWindowMLASpec", SlidingWindowSpec)

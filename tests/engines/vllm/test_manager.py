@@ -33,7 +33,8 @@ from kvtier.connectors.vllm.shared.copies import BlockSlots
 from kvtier.connectors.vllm.shared.key_scope import KeyScope
 from kvtier.connectors.vllm.shared.names import VllmNames
 from kvtier.connectors.vllm.shared.new_weights import NEW_WEIGHTS
-from kvtier.connectors.vllm.shared.prompt import Cuts, Shape, group_bytes
+from kvtier.connectors.vllm.shared.prompt import Shape, group_bytes
+from kvtier.connectors.vllm.shared.reach import Cuts
 from kvtier.connectors.vllm.shared.request_state import Advice, Phase
 from kvtier.connectors.vllm.shared.tiers import rank_tiers
 from kvtier.core.types import DEVICE, DISK, HOST, CacheMode, Direct, LoadPolicy

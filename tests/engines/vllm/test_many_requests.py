@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import vllm
 
+from tests.engines.vllm.drafts import make_mtp_of_windows
 from tests.engines.vllm.engines import BLOCK, Prompt, count, engine, own_connector, prompt
-from tests.engines.vllm.shapes import SHAPES, options_of, save_random
+from tests.engines.vllm.shapes import OPTIONS, SHAPES, options_of, save_random
 
 NUM_REQUESTS = 1000
 BATCH = 50
@@ -28,9 +28,15 @@ def _prompts() -> list[Prompt]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("shape", ["lfm2", "gpt-oss"])
+@pytest.mark.parametrize("shape", ["lfm2", "gpt-oss", "mtp"])
 def test_no_request_is_lost_among_a_thousand(shape: str, tmp_path: Path) -> None:
-    save_random(SHAPES[shape], tmp_path / "model")
+    if shape == "mtp":
+        make_mtp_of_windows(tmp_path / "model")
+        drafting = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+        options = {**OPTIONS, **drafting}
+    else:
+        save_random(SHAPES[shape], tmp_path / "model")
+        options = options_of(shape)
     prompts, rng = _prompts(), random.Random(2)
     config = own_connector(
         host_capacity="2MiB",
@@ -38,14 +44,17 @@ def test_no_request_is_lost_among_a_thousand(shape: str, tmp_path: Path) -> None
         disk_capacity="8MiB",
         eviction_policy="lru",
     )
-    options: dict[str, Any] = {**options_of(shape), "num_gpu_blocks_override": 24}
+    options = {**options, "num_gpu_blocks_override": 24}
     params = vllm.SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     with engine(config, tmp_path / "model", max_model_len=5 * BLOCK, **options) as llm:
         evicted = count("vllm:kvtier_evicted_chunks_total")
         loaded = count("vllm:kvtier_loaded_chunks_total")
+        drafted = count("vllm:spec_decode_num_draft_tokens_total")
         for _ in range(NUM_REQUESTS // BATCH):
             asked = rng.choices(prompts, k=BATCH)
             outputs = llm.generate(asked, params, use_tqdm=False)
             assert [len(each.outputs[0].token_ids) for each in outputs] == [3] * BATCH
         assert count("vllm:kvtier_evicted_chunks_total") > evicted, "or it would show nothing"
         assert count("vllm:kvtier_loaded_chunks_total") > loaded, "or it would show nothing"
+        has_drafted = count("vllm:spec_decode_num_draft_tokens_total") > drafted
+        assert has_drafted == (shape == "mtp")

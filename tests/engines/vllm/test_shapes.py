@@ -2,21 +2,76 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.engines.vllm.engines import BLOCK, count, engine, one_by_one, own_connector, prompt, run
+from tests.engines.vllm.engines import (
+    BLOCK,
+    are_close,
+    bind_ranks,
+    count,
+    engine,
+    moved_from_disk,
+    one_by_one,
+    own_connector,
+    prompt,
+    run,
+)
 from tests.engines.vllm.shapes import SHAPES, options_of, save_random
+from tests.engines.vllm.test_pipeline import stages
 from tests.kit.nodes import running
+from tests.kit.servers import ValkeyServer
 
 NUM_BLOCKS = 7
 PROMPTS = [prompt(seed, NUM_BLOCKS * BLOCK + 50) for seed in range(3)]
 SIZES: dict[str, object] = {"host_capacity": "64MiB"}
+ONE, TENSOR, PIPELINE = "1 rank", "TP 2", "PP 2"
+MIXED = ("gpt-oss", "lfm2")
+"""Full attention beside windows, and beside states, equally many layers in each half of a model."""
+CASES = [(shape, ONE) for shape in SHAPES] + [
+    (shape, form) for shape in MIXED for form in (TENSOR, PIPELINE)
+]
+"""Shapes, and the ranks of their engines."""
+cases = pytest.mark.parametrize(("shape", "form"), CASES, ids=["-".join(case) for case in CASES])
+
+Shows = Callable[[str, str, str], None]
+
+
+@pytest.fixture
+def shows(record_property: Callable[[str, object], None]) -> Shows:
+    """Return a function that notes which cell of the table in docs/versions.md a test shows.
+
+    It gets a shape, a tier, and the ranks or "refused". The table is written from the tests that
+    passed.
+    """
+    return lambda shape, tier, form: record_property("shows", json.dumps([shape, tier, form]))
+
+
+@contextmanager
+def started(config: dict[str, Any], shape: str, form: str, folder: Path) -> Iterator[Any]:
+    """Run an engine of a shape, whose model is saved at its first start."""
+    model = folder / "model"
+    if not model.exists():
+        save_random(SHAPES[shape], model)
+    options = options_of(shape)
+    if form == PIPELINE:
+        half = SHAPES[shape].num_hidden_layers // 2
+        with stages(config, (half, half), model=model, **options) as llm:
+            yield llm
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        num_ranks = 2 if form == TENSOR else 1
+        bind_ranks(patch, num_ranks)
+        with engine(config, model, tensor_parallel_size=num_ranks, **options) as llm:
+            yield llm
 
 
 def _kill(llm: Any) -> None:
@@ -34,12 +89,15 @@ def _kill(llm: Any) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shape_comes_from_host_and_from_disk_after_a_kill(shape: str, tmp_path: Path) -> None:
-    save_random(SHAPES[shape], tmp_path / "model")
+@cases
+def test_shape_comes_from_host_and_from_disk_after_a_kill(
+    shape: str, form: str, tmp_path: Path, shows: Shows
+) -> None:
+    shows(shape, "host", form)
+    shows(shape, "disk after a kill", form)
     slab = str(tmp_path / "slab")
     config = own_connector(disk_path=slab, disk_capacity="64MiB", **SIZES)
-    with engine(config, tmp_path / "model", **options_of(shape)) as llm:
+    with started(config, shape, form, tmp_path) as llm:
         cold = one_by_one(llm, PROMPTS)
         on_device = one_by_one(llm, PROMPTS)
         # Blocks are longer where a state takes more than the KV of 128 tokens.
@@ -48,32 +106,107 @@ def test_shape_comes_from_host_and_from_disk_after_a_kill(shape: str, tmp_path: 
         assert one_by_one(llm, PROMPTS) == on_device
         _kill(llm)
     assert len({tuple(answer[0]) for _, answer in cold}) == 3, "every prompt is answered alike"
-    with engine(config, tmp_path / "model", **options_of(shape)) as llm:
+    with started(config, shape, form, tmp_path) as llm:
         assert one_by_one(llm, PROMPTS) == on_device
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("place", ["store", "node"])
-@pytest.mark.parametrize("shape", SHAPES)
+@cases
 def test_shape_comes_from_what_another_engine_has_left(
-    shape: str, place: str, tmp_path: Path, request: pytest.FixtureRequest
+    shape: str,
+    form: str,
+    place: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    shows: Shows,
 ) -> None:
-    save_random(SHAPES[shape], tmp_path / "model")
+    shows(shape, place, form)
     if place == "store":
         valkey = request.getfixturevalue("valkey")
-        _compare(own_connector(storage=valkey, lookup_deadline_s=5, **SIZES), shape, tmp_path)
+        config = own_connector(storage=valkey, lookup_deadline_s=5, **SIZES)
+        _compare(config, shape, form, tmp_path)
         return
     with running(tmp_path, segments=256) as node:
-        _compare(own_connector(node=str(node.socket), node_deadline_s=1.0), shape, tmp_path)
+        config = own_connector(node=str(node.socket), node_deadline_s=1.0)
+        _compare(config, shape, form, tmp_path)
 
 
-def _compare(config: dict[str, Any], shape: str, folder: Path) -> None:
-    with engine(config, folder / "model", **options_of(shape)) as llm:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shape", MIXED)
+def test_shape_comes_from_a_store_that_is_compressed_and_encrypted(
+    shape: str, tmp_path: Path, server: ValkeyServer, valkey: str, shows: Shows
+) -> None:
+    for name in ("zstandard", "cryptography"):
+        pytest.importorskip(name)
+    shows(shape, "store, compressed and encrypted", ONE)
+    key = tmp_path / "keys"
+    key.write_text("0a" * 32)
+    coded = {"codec": "lossless", "encryption_key": f"file:{key}"}
+    config = own_connector(storage=valkey, lookup_deadline_s=5, **SIZES, **coded)
+    _compare(config, shape, ONE, tmp_path)
+    names = server.tell(b"KEYS", b"*")
+    assert isinstance(names, list)
+    values = [server.tell(b"GET", name) for name in names]
+    assert values
+    assert all(isinstance(value, bytes) and value[:8] == b"kvtierB2" for value in values)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shape", MIXED)
+def test_shape_comes_directly_from_disk_after_a_restart(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shows: Shows
+) -> None:
+    shows(shape, "disk, direct", ONE)
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # vLLM's memory begins at a page
+    slab = str(tmp_path / "slab")
+    config = own_connector(disk_path=slab, disk_capacity="64MiB", disk_direct="on", **SIZES)
+    with started(config, shape, ONE, tmp_path) as llm:
+        one_by_one(llm, PROMPTS)
+        on_device = one_by_one(llm, PROMPTS)
+    with started(config, shape, ONE, tmp_path) as llm:
+        before = moved_from_disk()
+        assert one_by_one(llm, PROMPTS) == on_device
+        past_host, through = moved_from_disk(before)
+        assert past_host > 0
+        assert through == 0
+
+
+@pytest.mark.timeout(900)
+def test_ranks_load_shards_of_windows_that_one_rank_has_stored(
+    tmp_path: Path, valkey: str, shows: Shows
+) -> None:
+    """Another number of ranks sums in another order, so the answers are equal up to rounding."""
+    shows("gemma3", "store, shards", f"{ONE} and {TENSOR}")
+    config = own_connector(storage=valkey, lookup_deadline_s=5, storage_shards=2, **SIZES)
+    with started(config, "gemma3", ONE, tmp_path) as llm:
+        cold = one_by_one(llm, PROMPTS)
+        on_device = one_by_one(llm, PROMPTS)
+        for seed in range(100, 140):  # vLLM handles stores only in its steps
+            run(llm, prompt(seed, 20))
+    with started(config, "gemma3", TENSOR, tmp_path) as llm:
+        found = one_by_one(llm, PROMPTS)
+    assert [cached for cached, _ in found] == [cached for cached, _ in on_device]
+    for (_, answer), (_, other) in zip(found, cold, strict=True):
+        assert are_close(answer, other)
+    assert not are_close(found[0][1], found[1][1])
+
+
+@pytest.mark.timeout(900)
+def test_shards_of_states_are_refused(tmp_path: Path, valkey: str, shows: Shows) -> None:
+    shows("lfm2", "store, shards", "refused")
+    config = own_connector(storage=valkey, storage_shards=2, **SIZES)
+    with pytest.raises(RuntimeError), started(config, "lfm2", ONE, tmp_path):
+        pass
+
+
+def _compare(config: dict[str, Any], shape: str, form: str, folder: Path) -> None:
+    with started(config, shape, form, folder) as llm:
         one_by_one(llm, PROMPTS)
         on_device = one_by_one(llm, PROMPTS)
         for seed in range(100, 140):  # vLLM handles stores only in its steps
             run(llm, prompt(seed, 20))
-    with engine(config, folder / "model", **options_of(shape)) as llm:
+    with started(config, shape, form, folder) as llm:
         assert one_by_one(llm, PROMPTS) == on_device
 
 

@@ -104,6 +104,7 @@ class NodeCache(BlockCache):
         block_bytes: bytes of a block, of all ranks together.
         deadline_s: longest wait for an answer, and ``BLOCK_S`` more per block.
         clock: seconds.
+        group_bytes: bytes at the end of a key that name its KV group; see ``KeyIndex``.
     """
 
     learns = True
@@ -117,6 +118,7 @@ class NodeCache(BlockCache):
         block_bytes: int,
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
+        group_bytes: int = 0,
     ) -> None:
         self.metrics = Metrics(is_exposed=False)
         self._model = CostModel()
@@ -125,6 +127,7 @@ class NodeCache(BlockCache):
         self._client = client
         self._namespace = namespace
         self._block_bytes = block_bytes
+        self._group_bytes = group_bytes
         self._deadline_s = deadline_s
         self._clock = clock
         self._partition = _Partition(PartitionFacts(b"", block_bytes, 0), "", 0)
@@ -564,7 +567,7 @@ class NodeCache(BlockCache):
         scope = self._namespace()
         if not scope or not keys:
             return None
-        facts = PartitionFacts(scope, self._block_bytes, len(keys[0]))
+        facts = PartitionFacts(scope, self._block_bytes, len(keys[0]), self._group_bytes)
         channel = self._client.take_idle()
         if channel is not None and channel.has_partition(facts):
             self._enter(facts, channel.partition(facts, 0.0))

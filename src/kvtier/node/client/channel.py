@@ -150,7 +150,9 @@ class Channel:
     def partition(self, facts: PartitionFacts, until_s: float) -> OpenedPartition:
         """Return a partition; open it at its first use."""
         if facts not in self._partitions:
-            wanted = protocol.OpenRequest(0, facts.scope, facts.block_bytes, facts.key_bytes)
+            wanted = protocol.OpenRequest(
+                0, facts.scope, facts.block_bytes, facts.key_bytes, facts.group_bytes
+            )
             self.request(wanted, protocol.OpenAnswer, until_s)
         return self._partitions[facts]
 
@@ -330,7 +332,9 @@ class Channel:
                 size = max(8 * opened.num_slots, mmap.PAGESIZE)
                 mapped = _map_file(fd, size, mmap.PROT_READ)
                 generations = np.frombuffer(mapped, "<i8")[: opened.num_slots]
-                facts = PartitionFacts(message.scope, message.block_bytes, message.key_bytes)
+                facts = PartitionFacts(
+                    message.scope, message.block_bytes, message.key_bytes, message.group_bytes
+                )
                 self._partitions[facts] = OpenedPartition(
                     opened.partition, self.mapped, generations
                 )

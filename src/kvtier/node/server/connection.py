@@ -222,7 +222,13 @@ class Connection:
         self.send(protocol.RefusedAnswer(request, reason))
 
     async def _open_partition(self, message: protocol.OpenRequest, engine: AttachedEngine) -> None:
-        key = PartitionKey(engine.tenant, message.scope, message.block_bytes, message.key_bytes)
+        key = PartitionKey(
+            engine.tenant,
+            message.scope,
+            message.block_bytes,
+            message.key_bytes,
+            message.group_bytes,
+        )
         try:
             number, partition = await self._registry.opener.open(key)
         except CacheError as error:

@@ -100,7 +100,7 @@ class Partition:
         self.clock = clock
         namespace = key.namespace
         self._index = make_key_index(
-            dict.fromkeys(tiers, config.eviction_policy), lambda: namespace
+            dict.fromkeys(tiers, config.eviction_policy), lambda: namespace, key.group_bytes
         )
         self.cache = LocalBlockCache(
             self._index,

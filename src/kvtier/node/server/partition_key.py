@@ -11,7 +11,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.wire.protocol import MAX_KEY_BYTES
 
-FOLDER = re.compile(r"(.+)-((?:[0-9a-f]{2})+)-([0-9]+)-([0-9]+)")
+FOLDER = re.compile(r"(.+)-((?:[0-9a-f]{2})+)-([0-9]+)-([0-9]+)(?:\+([0-9]+))?")
 MAX_SCOPE_BYTES = 64
 SCOPE_BYTES = 32
 """Bytes of the scopes of kvtier's engines."""
@@ -28,12 +28,14 @@ class PartitionKey:
         scope: digest of the namespace.
         block_bytes: bytes of a block.
         key_bytes: length of the engines' keys.
+        group_bytes: bytes at the end of a key that name its KV group; 0 for a model with one group.
     """
 
     tenant: str
     scope: bytes
     block_bytes: int
     key_bytes: int
+    group_bytes: int = 0
 
     def check(self) -> None:
         """Raise ``ConfigError`` for a key that no partition can have."""
@@ -44,6 +46,10 @@ class PartitionKey:
             limit = MAX_SCOPE_BYTES if what == "scope" else MAX_KEY_BYTES
             if not 1 <= num <= limit:
                 raise ConfigError(f"{what} of {num} bytes: a room can have 1 to {limit}")
+        if not 0 <= self.group_bytes < self.key_bytes:
+            raise ConfigError(
+                f"keys of {self.key_bytes} bytes can't name their KV group in {self.group_bytes}"
+            )
 
     @property
     def namespace(self) -> bytes:
@@ -61,7 +67,8 @@ class PartitionKey:
     @property
     def folder(self) -> str:
         """Name of the partition's folder on disk, from which ``of_folder`` makes the key again."""
-        return f"{self.tenant}-{self.scope.hex()}-{self.block_bytes}-{self.key_bytes}"
+        groups = f"+{self.group_bytes}" if self.group_bytes else ""
+        return f"{self.tenant}-{self.scope.hex()}-{self.block_bytes}-{self.key_bytes}{groups}"
 
     @classmethod
     def of_folder(cls, folder: str) -> PartitionKey | None:
@@ -69,7 +76,8 @@ class PartitionKey:
         found = FOLDER.fullmatch(folder)
         if found is None:
             return None
-        key = cls(found[1], bytes.fromhex(found[2]), int(found[3]), int(found[4]))
+        block_bytes, key_bytes, group_bytes = (int(num or 0) for num in found.groups()[2:])
+        key = cls(found[1], bytes.fromhex(found[2]), block_bytes, key_bytes, group_bytes)
         try:
             key.check()
         except ConfigError:

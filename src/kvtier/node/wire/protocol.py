@@ -114,7 +114,8 @@ class OpenRequest(Message):
     """Open the cache of one namespace and block size.
 
     scope: digest of the namespace of all keys; the same bytes for keys that contain it already.
-    block_bytes: bytes of a whole block. key_bytes: length of each key.
+    block_bytes: bytes of a whole block. key_bytes: length of each key. group_bytes: bytes at the
+    end of a key that name its KV group; see ``KeyIndex``.
 
     Work: one slab and one connection per store, opened by a thread; ``MAX_PARTITIONS`` of them.
     """
@@ -123,6 +124,7 @@ class OpenRequest(Message):
     scope: bytes
     block_bytes: int
     key_bytes: int
+    group_bytes: int = 0
 
 
 class LookupRequest(PartitionRequest):

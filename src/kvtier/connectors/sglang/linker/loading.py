@@ -17,7 +17,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtier.cache.block_cache import BlockCache, BlockState
+from kvtier.cache.block_cache import BlockState
+from kvtier.cache.local import LocalBlockCache
 from kvtier.cache.transfer import CopyJob
 from kvtier.connectors.common.pool_copies import Load, PoolCopies
 from kvtier.connectors.sglang.shared.device_pools import DevicePool
@@ -39,7 +40,7 @@ class PoolTiers:
     """
 
     pool: DevicePool
-    cache: BlockCache
+    cache: LocalBlockCache
     copies: PoolCopies
 
 

@@ -33,6 +33,7 @@ from kvtier.connectors.vllm.shared.settings import set_failure_policy
 from kvtier.connectors.vllm.shared.shards import division_of, layout_of, shards_of
 from kvtier.connectors.vllm.shared.step import DueRequests
 from kvtier.connectors.vllm.shared.worker import TierWorker
+from kvtier.core.types import Direct
 
 if TYPE_CHECKING:
     import torch
@@ -247,6 +248,8 @@ class KvtierConnector(KVConnectorBase_V1, Groups):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         pages, shards = tell_pages(kv_caches, self._layers, self._num_pages), None
+        if self._sizes.direct is not Direct.OFF:
+            pages = pages.in_equal_pieces()
         if self._facts.any_size:
             division = division_of(self._vllm_config, self._sizes.settings)
             every = [layer for layers in self._layers for layer in layers]

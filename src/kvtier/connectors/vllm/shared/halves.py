@@ -19,7 +19,8 @@ from kvtier.connectors.vllm.shared.cores import off_compute_cores
 from kvtier.connectors.vllm.shared.descriptions import NodeDescriber
 from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.names import EngineFacts, VllmNames, rank_layout
-from kvtier.connectors.vllm.shared.prompt import Cuts, Shape
+from kvtier.connectors.vllm.shared.prompt import Shape
+from kvtier.connectors.vllm.shared.reach import Cuts
 from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.connectors.vllm.shared.tiers import EngineTiers, node_tiers, rank_tiers
 from kvtier.connectors.vllm.shared.worker import RankLimits, TierWorker

@@ -19,7 +19,8 @@ from kvtier.connectors.vllm.shared.key_scope import Doubt
 from kvtier.connectors.vllm.shared.names import VllmNames
 from kvtier.connectors.vllm.shared.new_weights import NEW_WEIGHTS
 from kvtier.connectors.vllm.shared.promotion import Promotion
-from kvtier.connectors.vllm.shared.prompt import Cuts, RequestBlocks, Shape, depth
+from kvtier.connectors.vllm.shared.prompt import RequestBlocks, Shape, depth
+from kvtier.connectors.vllm.shared.reach import Cuts
 from kvtier.connectors.vllm.shared.request_state import Advice, RequestState, Way
 from kvtier.connectors.vllm.shared.step import Tell
 from kvtier.connectors.vllm.shared.tiers import EngineTiers

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,26 @@ class EnginePages:
         device = self.tensors[0].device
         return device.type if device.index is None else f"{device.type}:{device.index}"
 
+    def in_equal_pieces(self) -> EnginePages:
+        """Return the pages with shares of the same sizes in all groups, as direct reads need them.
+
+        vLLM's groups use the same tensors, and a page belongs to one group at a time. Where a group
+        does not fill its pages, as states may not, the rest of a page counts as a part of it. Pages
+        whose groups lie in other places are returned as they are.
+        """
+        longest = max(self.groups, key=len)
+        largest = list(longest)
+        for group in self.groups:
+            for at, share in enumerate(group):
+                whole = largest[at]
+                if (share.address, share.stride) != (whole.address, whole.stride):
+                    return self
+                largest[at] = max(share, whole, key=attrgetter("nbytes"))
+        groups = [largest[: len(group)] for group in self.groups]
+        if groups == [list(group) for group in self.groups]:
+            return self
+        return replace(self, groups=groups, layout=f"{self.layout} in equal pieces")
+
     def pool(self, pages_per_block: int, slot_bytes: int) -> PagedPool:
         """Return the pages with the slots that their blocks are copied to."""
         kind = self.tensors[0].device.type
@@ -77,17 +98,22 @@ class EnginePages:
 class LayerSize:
     """Size of a layer's pages, as the engine's KV cache config has it.
 
-    page_bytes: possible sizes of a page, the likeliest first.
+    page_bytes: possible sizes of a page, the likeliest first. is_state: whether a page is the state
+    of a recurrent layer, which has no tokens and no KV heads.
     """
 
     name: str
     page_bytes: Sequence[int]
+    is_state: bool = False
 
 
 def layer_sizes(groups: Sequence[Any]) -> list[list[LayerSize]]:
     """Return the sizes of all layers' pages, by KV group of vLLM's ``KVCacheConfig``."""
     return [
-        [LayerSize(name, _page_bytes(spec)) for name, spec in layer_specs(group).items()]
+        [
+            LayerSize(name, _page_bytes(spec), hasattr(spec, "shapes"))
+            for name, spec in layer_specs(group).items()
+        ]
         for group in groups
     ]
 

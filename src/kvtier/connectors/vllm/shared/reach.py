@@ -1,12 +1,21 @@
-"""Reach of a KV group's layers: how much of a prompt they need to go on from one of its tokens."""
+"""Reach of a KV group's layers: how much of a prompt they need to go on from one of its tokens.
+
+``GroupReach`` says what a load has to bring, ``Cuts`` which blocks are worth storing.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, group_bytes
 from kvtier.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.shared.names import EngineFacts
 
 WHOLE_PROMPTS = ("FullAttentionSpec", "MLAAttentionSpec")
 """Names of KV cache specs whose layers, and subclasses' layers, keep KV of the whole prompt."""
@@ -77,3 +86,54 @@ def reach_of(spec: Any) -> GroupReach:
         f"KvtierConnector does not serve layers of {type(spec).__name__}: use OffloadingConnector "
         "with spec_name kvtier, where this vLLM has what it needs"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The cuts of prompts, up to which their KV can be loaded, and the blocks that a cut needs.
+
+    Attributes:
+        every: tokens from one cut to the next.
+        reaches: of groups with a window that is shorter than that, by the bytes of the group in a
+            key: how far behind a cut the last block that it needs may end, and how far in front of
+            that end the others, in tokens.
+    """
+
+    every: int = 1
+    reaches: Mapping[bytes, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, facts: EngineFacts, groups: Sequence[Any]) -> Cuts:
+        """Return the cuts of an engine with these KV groups of vLLM's.
+
+        The rule for windows is that of vLLM's ``SlidingWindowManager.reachable_block_mask``.
+        """
+        every, windows = 1, list[tuple[bytes, int, int, int]]()
+        for group in facts.groups:
+            size = group.tokens_per_page * facts.pages_per_block
+            vllm_group = groups[group.group_id]
+            spec = vllm_group.kv_cache_spec
+            spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+            num_tokens = window_of(spec)
+            if not num_tokens:
+                every = math.lcm(every, size)
+                continue
+            is_draft = getattr(vllm_group, "is_eagle_group", False)
+            num_blocks = -(-(num_tokens - 1) // size) + is_draft
+            windows.append((group_bytes(group.group_id), size, is_draft * size, num_blocks * size))
+        return cls(
+            every,
+            {
+                group: (shift, reach)
+                for group, size, shift, reach in windows
+                if every % size == 0 and reach < every
+            },
+        )
+
+    def need(self, key: bytes, end: int) -> bool:
+        """Return whether a cut needs the block that ends at this token."""
+        found = self.reaches.get(key[-GROUP_BYTES:])
+        if found is None:
+            return True
+        shift, reach = found
+        return (shift - end) % self.every < reach and not 0 < end <= shift  # no cut is at 0

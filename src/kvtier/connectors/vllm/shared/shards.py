@@ -119,6 +119,11 @@ def _own_kv(
 ) -> list[_LayerKV]:
     found = []
     for layer in layers:
+        if layer.is_state:
+            raise LayoutError(
+                f"storage_shards: {layer.name} keeps a recurrent state, which has no KV heads to "
+                "cut it by; leave it out"
+            )
         parts = tensors_of(kv_caches[layer.name])
         axis, num_rows = page_rows(layer, parts, num_pages)
         axes = [_head_axis(layer.name, part, axis, division.num_own) for part in parts]

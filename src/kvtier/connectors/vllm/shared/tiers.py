@@ -13,7 +13,7 @@ from kvtier.cache.ladder import LadderOptions
 from kvtier.cache.local import LocalBlockCache
 from kvtier.cache.transfer.ranks import RankMover
 from kvtier.connectors.vllm.shared.names import VllmNames
-from kvtier.connectors.vllm.shared.prompt import GROUP_BYTES, Shape
+from kvtier.connectors.vllm.shared.prompt import Shape
 from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.index import make_key_index
 from kvtier.node.client.cache import NodeCache
@@ -71,8 +71,7 @@ def rank_tiers(
     allocators: dict[str, SlotAllocator] = {HOST: host}
     allocators |= {name: Quota(partial(limit, name, num_slots[name])) for name in mover.storages}
     policies = dict.fromkeys(allocators, eviction_policy)
-    group_bytes = 0 if shape.has_one_group else GROUP_BYTES
-    index = make_key_index(policies, lambda: names.digest, group_bytes)
+    index = make_key_index(policies, lambda: names.digest, shape.group_bytes)
     cache = LocalBlockCache(
         index,
         allocators,
@@ -98,4 +97,7 @@ def node_tiers(
 ) -> EngineTiers:
     """Return tiers in a node. deadline_s: longest wait for its answers."""
     block_bytes = shape.bytes_per_block * shape.num_shards
-    return EngineTiers(NodeCache(client, lambda: names.digest, block_bytes, deadline_s))
+    cache = NodeCache(
+        client, lambda: names.digest, block_bytes, deadline_s, group_bytes=shape.group_bytes
+    )
+    return EngineTiers(cache)
