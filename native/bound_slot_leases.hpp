@@ -126,8 +126,8 @@ class SlotLeases {
   }
 
   // Serves a reservation of slots in `segments`, each (its free slots, its first slot), in this
-  // order: (the frame of the answer, the new blocks, their slots, their generations as int64 bytes,
-  // the hashes that are 0 under `mask`, the blocks with them). If there are too few slots, it calls
+  // order: (the frame of the answer, the new blocks, their slots and generations as int64 bytes, the
+  // hashes that are 0 under `mask`, the blocks with them). If there are too few slots, it calls
   // make_room(number of new blocks, blocks that must stay), which returns other segments, or None.
   // None, and nothing has changed, for any other message, without segments, or if no block is new.
   // With `has_overdue`, all blocks must be new.
@@ -149,7 +149,7 @@ class SlotLeases {
     if (num_new == 0 || (has_overdue && num_new < num)) return nb::none();
     const node::Answer answer("ReserveAnswer", asked->id, {num, num, 8 * num_new, 8 * num_new},
                               false);
-    nb::object frame = bytes_of(answer.num_bytes()), generations_given = bytes_of(8 * num_new);
+    nb::object frame = bytes_of(answer.num_bytes());
     const auto [are_new, are_known, slots, generations] = answer.write(data_of(frame));
     std::memset(are_new, 0, num);
     for (const std::uint32_t at : missing_) are_new[at] = std::byte{1};
@@ -166,7 +166,6 @@ class SlotLeases {
     }
     checked([&] { leases_.reserve_new(pending_, slots_, now, ended_, hashes_); });
     write_slots(slots, generations);
-    std::memcpy(data_of(generations_given), generations, 8 * num_new);
     marks_.clear();
     marked_.clear();
     for (std::size_t i = 0; i < num_new; ++i)
@@ -182,8 +181,9 @@ class SlotLeases {
         are_known[i] = std::byte{are_new[i] == std::byte{0} &&
                                  place_of(index_.state_at(rows_[i], column_)) != std::byte{0}};
     }
-    return nb::make_tuple(frame, numbers_of(ended_), numbers_of(slots_), generations_given,
-                          numbers_of(marks_), numbers_of(marked_));
+    return nb::make_tuple(frame, numbers_of(ended_), nb::bytes(slots, 8 * num_new),
+                          nb::bytes(generations, 8 * num_new), numbers_of(marks_),
+                          numbers_of(marked_));
   }
 
   // Whether the policy admits all new blocks of the reservation for which `make_room` was called.
@@ -194,8 +194,9 @@ class SlotLeases {
     return !pending_.empty() && which.size() == pending_.size();
   }
 
-  // Serves a commit of blocks: (the blocks, their slots, whether they go to storage). None, and
-  // nothing has changed, for any other message, and unless all slots are reserved, each once.
+  // Serves a commit of blocks: (the blocks; their slots, generations and depths, as int64 bytes;
+  // their keys, concatenated; whether they go to storage). None, and nothing has changed, for any
+  // other message, and unless all slots are reserved, each once.
   nb::object serve_commit(nb::handle content, std::uint64_t room) {
     const Buffer buffer(content);
     const auto notice = node::read_commit(message_in(buffer));
@@ -209,7 +210,17 @@ class SlotLeases {
     for (const std::uint64_t depth : which_)
       if (depth >> 32 != 0) return nb::none();
     if (!checked([&] { return leases_.commit(named_, which_, ended_); })) return nb::none();
-    return nb::make_tuple(numbers_of(ended_), numbers_of(named_), notice->to_storage);
+    const std::size_t key_bytes = index_.rows().key_bytes();
+    nb::object generations = bytes_of(8 * named_.size());
+    nb::object keys = bytes_of(key_bytes * named_.size());
+    for (std::size_t i = 0; i < named_.size(); ++i) {
+      const std::int64_t generation = leases_.generation(static_cast<trie::Slot>(named_[i]));
+      std::memcpy(data_of(generations) + 8 * i, &generation, 8);
+      std::memcpy(data_of(keys) + key_bytes * i, index_.key(ended_[i]).data, key_bytes);
+    }
+    const auto given = [](node::Bytes field) { return nb::bytes(field.data(), field.size()); };
+    return nb::make_tuple(numbers_of(ended_), given(notice->slots), generations,
+                          given(notice->depths), keys, notice->to_storage);
   }
 
  private:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvtier.cache.block_cache import BlockState
-from kvtier.core.types import Slot
 from kvtier.node.server.reservations import OVERDUE_S, Reservations
+from kvtier.node.wire.protocol import pack
 from tests.kit.waiting import wait_until
 from tests.node.harness import LocalNode, node_cache
 
@@ -43,7 +43,7 @@ def test_a_slot_that_is_reserved_again_or_filled_in_time_is_not_overdue() -> Non
     generations = np.array([1, 1, 1], np.int64)
     is_reserved = np.array([True, True, True])
     reservations = Reservations(generations, lambda: now_s)
-    reservations.add(is_reserved, [Slot(0), Slot(2)], generations[[0, 2]].tobytes())
+    reservations.add(is_reserved, pack([0, 2]), generations[[0, 2]].tobytes())
     generations[2] = 3
     assert not reservations.has_overdue()
     now_s = OVERDUE_S
@@ -51,8 +51,26 @@ def test_a_slot_that_is_reserved_again_or_filled_in_time_is_not_overdue() -> Non
     assert reservations.are_overdue(np.arange(3)).tolist() == [True, False, False]
     reservations.end(np.array([0, 1]))
     assert not reservations.has_overdue()
-    reservations.add(is_reserved, [Slot(0)], generations[[0]].tobytes())
+    reservations.add(is_reserved, pack([0]), generations[[0]].tobytes())
     is_reserved[0] = False  # it is ended in time
     reservations.end(np.array([0]))
     now_s = 2 * OVERDUE_S
+    assert not reservations.has_overdue()
+
+
+def test_only_a_reservation_that_was_filled_as_a_whole_is_forgotten() -> None:
+    now_s = 0.0
+    generations = np.array([1, 1, 1, 1], np.int64)
+    is_reserved = np.full(4, True)
+    reservations = Reservations(generations, lambda: now_s)
+    for slots in ([0, 1], [2, 3]):
+        reservations.add(is_reserved, pack(slots), generations[slots].tobytes())
+    for slots in ([0], [2, 3]):
+        is_reserved[slots] = False
+        reservations.end_whole(pack(slots), generations[slots].tobytes())
+    is_reserved[2] = True  # by another reservation, which is not late
+    now_s = OVERDUE_S
+    assert reservations.has_overdue()
+    assert reservations.are_overdue(np.arange(4)).tolist() == [False, True, False, False]
+    reservations.end_whole(pack([1]), generations[[1]].tobytes())
     assert not reservations.has_overdue()

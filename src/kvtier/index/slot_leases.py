@@ -44,10 +44,10 @@ class SlotArrays(NamedTuple):
 Segments: TypeAlias = tuple[tuple[FreeSlots, int], ...]
 """Segments with free slots: these, and the first slot of each."""
 ServedReserve: TypeAlias = tuple[
-    bytes, Sequence[BlockId], Sequence[Slot], bytes, Sequence[int], Sequence[BlockId]
+    bytes, Sequence[BlockId], bytes, bytes, Sequence[int], Sequence[BlockId]
 ]
 """Result of ``SlotLeases.serve_reserve``."""
-ServedCommit: TypeAlias = tuple[Sequence[BlockId], Sequence[Slot], bool]
+ServedCommit: TypeAlias = tuple[Sequence[BlockId], bytes, bytes, bytes, bytes, bool]
 """Result of ``SlotLeases.serve_commit``."""
 
 
@@ -129,9 +129,9 @@ class SlotLeases(Protocol):
             now: the time.
 
         Returns:
-            The frame of the answer; the new blocks, their slots and generations (int64 bytes); the
-            hashes that are 0 under ``mask``, and their blocks. None for any other message, if no
-            block is new, and without room: nothing has changed.
+            The frame of the answer; the new blocks; their slots and generations, as int64 bytes;
+            the hashes that are 0 under ``mask``, and their blocks. None for any other message, if
+            no block is new, and without room: nothing has changed.
         """
 
     def admits(self, num_free: int) -> bool:
@@ -143,8 +143,12 @@ class SlotLeases(Protocol):
     def serve_commit(self, content: memoryview, room: int) -> ServedCommit | None:
         """Serve a ``CommitNotice`` in one call, if all of its slots are reserved, each once.
 
-        The blocks are ready then. Returns them, their slots, and whether they go to storage. None
-        for any other message: nothing has changed. content, room: see ``serve``.
+        The blocks are ready then. content, room: see ``serve``.
+
+        Returns:
+            The blocks; their slots, generations and depths, as int64 bytes; their keys,
+            concatenated; whether they go to storage. None for any other message: nothing has
+            changed.
         """
 
 

@@ -11,7 +11,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Thread, get_native_id
@@ -63,14 +63,15 @@ class BlockRows:
 class WrittenBlocks(NamedTuple):
     """Blocks that were stored.
 
-    generations: int64 [n], of their slots at that time. keys: concatenated.
+    slots, generations, depths: int64 bytes; the generations are those at that time. keys:
+    concatenated.
     """
 
     partition: BlockRows
-    slots: Int64s
-    generations: Int64s
+    slots: bytes
+    generations: bytes
+    depths: bytes
     keys: bytes
-    depths: Sequence[int]
 
 
 class Worker(ABC, Generic[Work]):
@@ -155,15 +156,16 @@ class RecordWriter(Worker[WrittenBlocks]):
     def _write(self, blocks: WrittenBlocks) -> None:
         rows = blocks.partition.rows
         keys = np.frombuffer(blocks.keys, rows.records.dtype["key"])
-        depths = np.asarray(blocks.depths, np.int64)
+        columns = blocks.slots, blocks.generations, blocks.depths
+        rows_of = [np.frombuffer(column, np.int64) for column in columns]
         for at in range(0, len(keys), blocks.partition.piece):
             piece = slice(at, at + blocks.partition.piece)
-            slots, generations = blocks.slots[piece], blocks.generations[piece]
+            slots, generations, depths = (column[piece] for column in rows_of)
             is_there = rows.generations[slots] == generations
             if not is_there.any() or not self._is_wanted:
                 continue
             crcs = blocks.partition.crcs(slots)
-            rows.write(slots, generations, keys[piece], depths[piece], crcs)
+            rows.write(slots, generations, keys[piece], depths, crcs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from kvtier.index.slot_leases import Segments
 from kvtier.node.server.partition import Partition
 from kvtier.node.server.users import SlotUser
 from kvtier.node.wire.frame_socket import FrameSocket
-from kvtier.node.wire.protocol import CostsNotice, Turns, turns_of
+from kvtier.node.wire.protocol import CostsNotice, Turns, pack, turns_of
 
 SO_PEERPIDFD = 77
 """Socket option for the process descriptor of the peer (Linux 6.5)."""
@@ -167,9 +167,9 @@ class Holdings:
         if served is None:
             return None
         frame, blocks, slots, generations, hashes, sampled = served
-        its.tier.note_taken(self._segments, len(slots))
+        its.tier.note_taken(self._segments, len(blocks))
         its.note_reserved(blocks, hashes, sampled)
-        self.num_reserved += len(slots)
+        self.num_reserved += len(blocks)
         its.reservations.add(self.is_reserved, slots, generations)
         return frame
 
@@ -189,10 +189,11 @@ class Holdings:
         served = None if its.cache.has_waiters else self._leases.serve_commit(content, number)
         if served is None:
             return False
-        blocks, slots, to_storage = served
-        self.num_reserved -= len(blocks)
-        its.reservations.end(as_array(slots))
-        its.cache.note_committed(blocks, to_storage)
+        blocks, slots, generations, depths, keys, to_storage = served
+        if blocks:
+            self.num_reserved -= len(blocks)
+            its.reservations.end_whole(slots, generations)
+            its.note_committed(blocks, slots, generations, depths, keys, to_storage)
         return True
 
     def release(self, slots: Int64s) -> None:
@@ -209,7 +210,7 @@ class Holdings:
             return None
         self.num_reserved += len(reserved.slots)
         generations = self._leases.reserve(reserved.slots)
-        self.partition.reservations.add(self.is_reserved, reserved.slots, generations)
+        self.partition.reservations.add(self.is_reserved, pack(reserved.slots), generations)
         return reserved, generations
 
     def commit(self, slots: Int64s, depths: Int64s, to_storage: bool) -> None:

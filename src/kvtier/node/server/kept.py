@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,10 +50,9 @@ class KeptSlots:
 
     # -- blocks that are stored --------------------------------------------------------------------
 
-    def note(self, slots: Int64s, keys: bytes, depths: Sequence[int]) -> None:
-        """Have records written for blocks that are in memory now. keys: concatenated."""
-        generations = self._rows.generations[slots]
-        self._writer.add(WrittenBlocks(self._slots, slots, generations, keys, depths))
+    def note(self, slots: bytes, generations: bytes, depths: bytes, keys: bytes) -> None:
+        """Have records written for blocks that are in memory now; see ``WrittenBlocks``."""
+        self._writer.add(WrittenBlocks(self._slots, slots, generations, depths, keys))
 
     # -- takeover ----------------------------------------------------------------------------------
 

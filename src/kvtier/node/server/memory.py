@@ -287,7 +287,7 @@ class SegmentTier(MemoryTier):
         self.seams = node.seams
         self._segment_bytes = node.segment_bytes
         self._block_bytes = block_bytes
-        self._open: dict[int, FreeSlots] = {}
+        self._open: dict[int, tuple[FreeSlots, int]] = {}  # free slots, number of the first slot
         self._retired: dict[int, int] = {}  # segment: slots that are still in use
         self._with_free: dict[int, None] = {}
         self._num_free = self._num_open = self._num_used = 0
@@ -327,7 +327,7 @@ class SegmentTier(MemoryTier):
         slots = self.slots_of(segment)
         free = FreeSlots(len(slots))
         free.open(0, len(slots))
-        self._open[segment] = free
+        self._open[segment] = free, slots.start
         self._with_free[segment] = None
         self._num_free += len(slots)
         self._num_open += len(slots)
@@ -339,7 +339,7 @@ class SegmentTier(MemoryTier):
         if len(are_used):
             free.take(len(are_used))
             free.free(np.flatnonzero(~are_used).tolist())
-        self._open[segment] = free
+        self._open[segment] = free, self.slots_of(segment).start
         if free.num_free():
             self._with_free[segment] = None
         self._num_free += free.num_free()
@@ -348,7 +348,7 @@ class SegmentTier(MemoryTier):
 
     def retire(self, segment: int) -> None:
         """Give out no more slots of a segment."""
-        free = self._open.pop(segment)
+        free, _ = self._open.pop(segment)
         self._with_free.pop(segment, None)
         num_slots = len(self.slots_of(segment))
         self._retired[segment] = num_slots - free.num_free()
@@ -395,7 +395,7 @@ class SegmentTier(MemoryTier):
         """Yield slots: one run of neighbours if a segment has it, else the lowest ones."""
         left = num_slots
         for segment in self.segments_for(num_slots):
-            num = min(left, self._open[segment].num_free())
+            num = min(left, self._open[segment][0].num_free())
             left -= num
             yield self._take_from(segment, num)
 
@@ -406,30 +406,30 @@ class SegmentTier(MemoryTier):
         """
         found: list[int] = []
         for segment in islice(self._with_free, CANDIDATES):
-            if self._open[segment].longest_run() >= num_slots:
+            if self._open[segment][0].longest_run() >= num_slots:
                 return [segment]
         for segment in self._with_free:
             if num_slots <= 0:
                 break
             found.append(segment)
-            num_slots -= self._open[segment].num_free()
+            num_slots -= self._open[segment][0].num_free()
         return found
 
     def free_slots(self, segments: Sequence[int]) -> tuple[tuple[FreeSlots, int], ...]:
         """Return the free slots of segments, numbered from its first one, and that slot."""
-        return tuple((self._open[segment], self.slots_of(segment).start) for segment in segments)
+        return tuple([self._open[segment] for segment in segments])
 
     def note_taken(self, segments: Sequence[int], num_slots: int) -> None:
         """Count slots that were taken out of ``free_slots``. num_slots: of all segments."""
         for segment in segments:
-            if not self._open[segment].num_free():
+            if not self._open[segment][0].num_free():
                 self._with_free.pop(segment, None)
         self._num_free -= num_slots
         self._num_used += num_slots
 
     def _take_from(self, segment: int, num_slots: int) -> Int64s:
-        free = self._open[segment]
-        taken = np.asarray(free.take(num_slots), np.int64) + self.slots_of(segment).start
+        free, first = self._open[segment]
+        taken = np.asarray(free.take(num_slots), np.int64) + first
         if not free.num_free():
             self._with_free.pop(segment, None)
         return taken
@@ -445,7 +445,8 @@ class SegmentTier(MemoryTier):
             if segment in self._retired:
                 self._retired[segment] -= len(mine)
                 continue
-            self._open[segment].free(mine, self.slots_of(segment).start)
+            free, start = self._open[segment]
+            free.free(mine, start)
             self._with_free.setdefault(segment)
             self._num_free += len(mine)
 
@@ -457,11 +458,11 @@ class SegmentTier(MemoryTier):
 
     def longest_run(self) -> int:
         some = list(islice(self._with_free, CANDIDATES))
-        return max((self._open[segment].longest_run() for segment in some), default=0)
+        return max((self._open[segment][0].longest_run() for segment in some), default=0)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if segments and counts don't agree."""
-        num_free = {segment: free.num_free() for segment, free in self._open.items()}
+        num_free = {segment: free.num_free() for segment, (free, _) in self._open.items()}
         assert self._num_free == sum(num_free.values()), "free slots are counted wrongly"
         assert self._with_free.keys() == {each for each, num in num_free.items() if num}
         num_open = sum(len(self.slots_of(segment)) for segment in self._open)

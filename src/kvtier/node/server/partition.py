@@ -34,7 +34,7 @@ from kvtier.node.server.partition_key import PartitionKey
 from kvtier.node.server.pins import Pins
 from kvtier.node.server.reservations import Reservations
 from kvtier.node.server.users import SlotUser
-from kvtier.node.wire.protocol import Turns
+from kvtier.node.wire.protocol import Turns, pack
 from kvtier.observe import Metrics
 from kvtier.tiers import MemoryTier, StorageTier
 
@@ -215,6 +215,22 @@ class Partition:
         if hashes:
             self._ladder.on_admit_sampled(hashes, sampled)
 
+    def note_committed(
+        self,
+        blocks: Sequence[BlockId],
+        slots: bytes,
+        generations: bytes,
+        depths: bytes,
+        keys: bytes,
+        to_storage: bool,
+    ) -> None:
+        """Note what ``SlotLeases.serve_commit`` has committed; see there."""
+        if self.on_move is not None:
+            self.on_move(HOST, self._index.keys(blocks), False)
+        self.kept.note(slots, generations, depths, keys)
+        if to_storage and self._storages:
+            self._ladder.enqueue_write(blocks)
+
     @property
     def slot_arrays(self) -> SlotArrays:
         """Arrays with an entry per slot, which all engines share."""
@@ -253,7 +269,10 @@ class Partition:
         if self.on_move is not None:
             self.on_move(tier, self._index.keys(blocks), is_removed)
         if not is_removed and tier == HOST and len(blocks):
-            self.kept.note(as_array(self._index.slots(blocks, HOST)), *self._index.facts(blocks))
+            slots = as_array(self._index.slots(blocks, HOST))
+            keys, depths = self._index.facts(blocks)
+            generations = self.tier.generations[slots].tobytes()
+            self.kept.note(slots.tobytes(), generations, pack(depths), keys)
 
     def _note_use(self, slots: Sequence[Slot] | Int64s) -> None:
         used = as_array(slots)

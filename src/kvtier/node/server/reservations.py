@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.core.types import Slot
-from kvtier.index.selection import Bools, Int64s, as_array
+from kvtier.index.selection import Bools, Int64s
 
 OVERDUE_S = 2.0
 """Age of a reservation at which nobody waits for its blocks any more. An engine reserves slots when
@@ -21,12 +20,12 @@ class Reservation(NamedTuple):
     """Slots that an engine is to fill.
 
     since_s: time of the reservation. is_reserved: bool [num_slots], whether the engine still is to
-    fill each slot of the partition. slots: of the reservation. generations: theirs, as int64 bytes.
+    fill each slot of the partition. slots, generations: int64 bytes.
     """
 
     since_s: float
     is_reserved: Bools
-    slots: Sequence[Slot]
+    slots: bytes
     generations: bytes
 
 
@@ -39,20 +38,26 @@ class Reservations:
     def __init__(self, generations: Int64s, clock: Callable[[], float]) -> None:
         self._generations = generations
         self._clock = clock
-        self._recent: deque[Reservation] = deque()  # oldest first
+        # By the first slot and its generation, which no other one has; oldest first.
+        self._recent: OrderedDict[bytes, Reservation] = OrderedDict()
         self._is_overdue = np.zeros(len(generations), bool)
         self._num_overdue = 0
 
-    def add(self, is_reserved: Bools, slots: Sequence[Slot], generations: bytes) -> None:
+    def add(self, is_reserved: Bools, slots: bytes, generations: bytes) -> None:
         """Note that an engine is to fill slots; see ``Reservation``."""
         self.has_overdue()  # forgets old ones
-        self._recent.append(Reservation(self._clock(), is_reserved, slots, generations))
+        if slots:
+            made = Reservation(self._clock(), is_reserved, slots, generations)
+            self._recent[slots[:8] + generations[:8]] = made
 
     def has_overdue(self) -> bool:
         """Return whether an engine has not filled slots for ``OVERDUE_S``."""
-        while self._recent and self._recent[0].since_s <= self._clock() - OVERDUE_S:
-            _, is_reserved, numbers, generations = self._recent.popleft()
-            slots = as_array(numbers)
+        while self._recent:
+            oldest = next(iter(self._recent.values()))
+            if oldest.since_s > self._clock() - OVERDUE_S:
+                break
+            _, (_, is_reserved, numbers, generations) = self._recent.popitem(last=False)
+            slots = np.frombuffer(numbers, np.int64)
             is_same = self._generations[slots] == np.frombuffer(generations, np.int64)
             late = slots[is_reserved[slots] & is_same]
             self._is_overdue[late] = True
@@ -62,6 +67,14 @@ class Reservations:
     def are_overdue(self, slots: Int64s) -> Bools:
         """Return whether each slot is overdue: bool [n]. Call ``has_overdue`` before."""
         return self._is_overdue[slots]
+
+    def end_whole(self, slots: bytes, generations: bytes) -> None:
+        """Like ``end``, for slots that probably are all of one reservation, in its order."""
+        first = slots[:8] + generations[:8]
+        if (found := self._recent.get(first)) is not None and found.slots == slots:
+            del self._recent[first]  # nothing of it is left to examine when it is old
+        if self._num_overdue:
+            self.end(np.frombuffer(slots, np.int64))
 
     def end(self, slots: Int64s) -> None:
         """Note that an engine has filled slots, or never will. slots: int64 [n], distinct."""
