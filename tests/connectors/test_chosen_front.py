@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from xml.sax.saxutils import quoteattr
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from kvtier.connectors.vllm.shared.fronts import OFFLOADING, OWN, choose
 from kvtier.core.errors import ConfigError
 from kvtier.tools.cli import app
 from kvtier.tools.cli.detect import engines
+from scripts import engine_versions
 from scripts.engine_versions import PARTS, ROOT, Part, read_record
 
 Installs = Callable[..., None]
@@ -123,3 +125,26 @@ def test_guides_name_the_versions_of_the_contracts() -> None:
     for front in (OFFLOADING, OWN):
         (row,) = re.findall(rf"^\| `{front.connector}` \| (.*?) \|", guide, re.MULTILINE)
         assert row == f"{front.contract.oldest} to {front.contract.newest}"
+
+
+def _report(path: Path, cell: tuple[str, str, str], failure: str = "") -> Path:
+    shown = quoteattr(json.dumps(cell))
+    properties = f'<properties><property name="shows" value={shown}/></properties>'
+    path.write_text(
+        f"<testsuites><testsuite><testcase>{properties}{failure}</testcase></testsuite></testsuites>"
+    )
+    return path
+
+
+def test_cell_of_the_table_of_shapes_is_what_its_last_test_showed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_versions, "SHAPES", tmp_path / "shapes.json")
+    monkeypatch.setattr(engine_versions, "TABLES", ())
+    for ranks in ("TP 2", "1 rank"):
+        report = _report(tmp_path / "report.xml", ("gemma3", "host", ranks))
+        engine_versions.record_shapes("vllm-0.32.0", report)
+    assert [*engine_versions.shapes()][2:] == ["| gemma3 | vLLM 0.32.0 | 1 rank, TP 2 |"]
+    report = _report(tmp_path / "report.xml", ("gemma3", "host", "TP 2"), "<failure/>")
+    engine_versions.record_shapes("vllm-0.32.0", report)
+    assert [*engine_versions.shapes()][2:] == ["| gemma3 | vLLM 0.32.0 | 1 rank |"]
