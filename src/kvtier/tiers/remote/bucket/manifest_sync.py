@@ -15,7 +15,7 @@ from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW
 from kvtier.tiers.remote.bucket.catalogue import Catalogue
 from kvtier.tiers.remote.bucket.manifests import MAX_BYTES, Manifest, Pack, Tombstone, manifest_path
-from kvtier.tiers.remote.bucket.objects import Listed, Missing, Objects, Taken
+from kvtier.tiers.remote.bucket.object_store import Listed, Missing, ObjectStore, Taken
 from kvtier.tiers.remote.bucket.packs import PackCoding, PackName
 from kvtier.tiers.storage import Keys
 
@@ -42,7 +42,7 @@ class ManifestSync:
 
     def __init__(
         self,
-        objects: Objects,
+        objects: ObjectStore,
         catalogue: Catalogue,
         block_bytes: int,
         max_age_ns: int = 0,

@@ -18,13 +18,13 @@ from kvtier.devices.base import Finding
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.bucket.catalogue import Catalogue
 from kvtier.tiers.remote.bucket.manifest_sync import ManifestSync
-from kvtier.tiers.remote.bucket.objects import Missing, Objects
-from kvtier.tiers.remote.bucket.opening import BucketOptions
+from kvtier.tiers.remote.bucket.object_store import Missing, make_objects
+from kvtier.tiers.remote.bucket.opening import PackOptions
 from kvtier.tiers.remote.bucket.pack_reader import PackReader
 from kvtier.tiers.remote.bucket.packs import PackCoding, PackShape, pack_name, pack_path
 from kvtier.tiers.remote.bucket.upkeep import IN_USE, Upkeep
 from kvtier.tiers.remote.envelope import as_keys
-from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
+from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound, Unwritable
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.requests import RequestLoop
 from kvtier.tiers.remote.store_tier import ABSENT, DAMAGED, FAILED, THERE, StoreTier
@@ -44,11 +44,11 @@ class BucketTier(StoreTier):
     The calling threads copy: requests never access a caller's memory.
     """
 
-    def __init__(self, site: StorageSite, location: Location, options: BucketOptions) -> None:
+    def __init__(self, site: StorageSite, location: Location, options: PackOptions) -> None:
         super().__init__(site, location, options)
         self._shape = PackShape(self.bytes_per_block, options.pack_bytes)
         self._catalogue = Catalogue(self._num_blocks)
-        self._objects = Objects(location, options)
+        self._objects = make_objects(location, options)
         self._exchange = ManifestSync(
             self._objects,
             self._catalogue,
@@ -89,7 +89,7 @@ class BucketTier(StoreTier):
 
     def _write(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         end_s, outcomes = time.monotonic() + timeout_s, [FAILED] * len(keys)
-        if not self._upkeep.is_sound:
+        if not self._upkeep.takes_writes:
             return outcomes
         num = self._shape.num_blocks
         parts = [slice(at, at + num) for at in range(0, len(keys), num)]
@@ -101,6 +101,7 @@ class BucketTier(StoreTier):
             written = keys[parts[at]]
             self._exchange.add(as_keys(written), result)
             outcomes[parts[at]] = [THERE] * len(written)
+            self._upkeep.note_write("")
         return outcomes
 
     def _write_pack(
@@ -162,7 +163,9 @@ class BucketTier(StoreTier):
 
     def _note_failure(self, error: BaseException) -> None:
         logger.debug("a request failed store=%s reason=%r", self._location, str(error))
-        if isinstance(error, Unreachable | Refused | Unsound):
+        if isinstance(error, Unwritable):
+            self._upkeep.note_write(str(error))
+        elif isinstance(error, Unreachable | Refused | Unsound):
             self._upkeep.note(str(error))
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Final
 
 from kvtier.core.errors import ConfigError
 from kvtier.tiers.remote.bucket.manifest_sync import ManifestSync
-from kvtier.tiers.remote.bucket.objects import NO_BUCKET, WRONG_REGION, Objects
-from kvtier.tiers.remote.errors import Refused, Unsound
+from kvtier.tiers.remote.bucket.object_store import ObjectStore
+from kvtier.tiers.remote.errors import Refused, Unsound, Unwritable
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.requests import RequestLoop
 
@@ -23,7 +24,8 @@ FIRST_S: Final = 10.0
 BACKGROUND_S: Final = 30.0
 """Time limit of a poll, and of publishing."""
 RETRY_S: Final = 5.0
-"""Pause between attempts to reach a store that could not be reached at the start."""
+"""Pause between attempts to reach a store that could not be reached at the start, and between
+writes to one that is full or read-only."""
 
 
 class Upkeep:
@@ -35,7 +37,7 @@ class Upkeep:
     """
 
     def __init__(
-        self, location: Location, objects: Objects, exchange: ManifestSync, poll_s: float
+        self, location: Location, objects: ObjectStore, exchange: ManifestSync, poll_s: float
     ) -> None:
         self.is_sound = False
         self.request_s = 0.0
@@ -47,11 +49,20 @@ class Upkeep:
         self._looking = asyncio.Lock()
         self._refusal = ""
         self._trouble = ""
+        self._unwritable = ""
+        self._next_write_s = 0.0
 
     @property
     def state(self) -> str:
         """State of the bucket in words."""
-        return f"not used: {self._refusal}" if self._refusal else self._trouble or IN_USE
+        if self._refusal:
+            return f"not used: {self._refusal}"
+        return self._trouble or (f"only read: {self._unwritable}" if self._unwritable else IN_USE)
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether a write may succeed now."""
+        return self.is_sound and time.monotonic() >= self._next_write_s
 
     def open(self, loop: RequestLoop, publish_s: float) -> None:
         """Begin the background work.
@@ -89,7 +100,7 @@ class Upkeep:
             if self.is_sound:  # it worked before; credentials may become valid again
                 self.note(str(error))
             else:
-                self._refusal = refusal(error, self._location.host)
+                self._refusal = self._objects.explain(error)
                 logger.error("not used store=%s reason=%r", self._location, self._refusal)
         except Exception as error:
             self.note(str(error) or "no answer")
@@ -97,15 +108,28 @@ class Upkeep:
     async def _keep_publishing(self, publish_s: float) -> None:
         while True:
             await asyncio.sleep(publish_s)
-            if not self.is_sound or not self._exchange.num_pending:
+            if not self.takes_writes or not self._exchange.num_pending:
                 continue
             try:
                 async with asyncio.timeout(BACKGROUND_S):
                     await self._exchange.publish()
                     await self._exchange.merge()
                     self.note("")
+                    self.note_write("")
+            except Unwritable as error:
+                self.note_write(str(error))
             except Exception as error:
                 self.note(str(error) or "no answer")
+
+    def note_write(self, reason: str) -> None:
+        """Record the outcome of a write: why the store takes none now, or "" for a success."""
+        if reason:
+            self._next_write_s = time.monotonic() + RETRY_S
+            if not self._unwritable:
+                logger.warning("the store is only read store=%s reason=%r", self._location, reason)
+        elif self._unwritable:
+            logger.info("the store takes writes again store=%s", self._location)
+        self._unwritable = reason
 
     def note(self, reason: str) -> None:
         """Record an error, "" for none. The beginning and the end of an error state are logged."""
@@ -114,17 +138,3 @@ class Upkeep:
         elif self._trouble and not reason:
             logger.info("the store is in use again store=%s", self._location)
         self._trouble = reason
-
-
-def refusal(error: Refused | Unsound, bucket: str) -> str:
-    """Return why a store is not used, and the remedy."""
-    if isinstance(error, Unsound):
-        return f"this store can't be used: {error}"
-    if str(error) in NO_BUCKET:
-        return f"there is no bucket {bucket!r}; make it, or name another"
-    if str(error) in WRONG_REGION:
-        return (
-            f"the bucket {bucket!r} is in another region or at another address ({error}); see the "
-            "options region and endpoint"
-        )
-    return f"access was refused ({error}); see the credentials and the bucket's rules"
