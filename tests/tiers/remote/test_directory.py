@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtier.core.config import DEFAULT_CODING, CodingConfig
-from kvtier.core.errors import CacheError, ConfigError
+from kvtier.core.errors import ConfigError
 from kvtier.core.system.plugins import load_plugin
 from kvtier.core.types import BlockKey
 from kvtier.layout import DType, KVGroup, full_attention
@@ -133,7 +133,7 @@ class TestDirectoryTier(StorageSuite):
     @contextmanager
     def stall(self, storage: StorageTier, num_blocks: int) -> Iterator[None]:
         del storage, num_blocks
-        with hanging(directory_module.os, "open"):
+        with hanging("open"):
             yield
 
     def abandon(self, storage: StorageTier) -> bool:
@@ -188,17 +188,14 @@ class FaultyOs:
 
 @contextmanager
 def replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    directory_module.os = FaultyOs(name, function)  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory_module, "os", FaultyOs(name, function))
         yield
-    finally:
-        directory_module.os = os
 
 
 @contextmanager
-def hanging(module: object, name: str) -> Iterator[None]:
+def hanging(name: str) -> Iterator[None]:
     """Have a call wait until the end, as for an NFS server that does not answer."""
-    del module
     is_over = threading.Event()
     right = getattr(os, name)
 
@@ -280,8 +277,8 @@ def test_store_that_takes_no_writes_is_read_and_logged_once(
     def write(*given: object) -> int:
         raise OSError(number, "no")
 
-    fault = {"open": open_, "close": close, "write": write}[call]
-    with replaced(call, fault):
+    faults: dict[str, Callable[..., Any]] = {"open": open_, "close": close, "write": write}
+    with replaced(call, faults[call]):
         for key in range(1, 5):
             assert User(tier).put(key) == [FAILED]
             assert User(tier).get(0) == [THERE]
@@ -487,7 +484,7 @@ def test_blocks_are_pruned_and_migrated(folder: Folder, bucket: Bucket, tmp_path
     tier.exchange(TIMEOUT_S)
     back = Folder(tmp_path / "back")
     route = (f"dir:{folder.location()}", f"s3:{bucket.location()}", f"dir:{back.location()}")
-    for source, target in zip(route, route[1:], strict=False):
+    for source, target in pairwise(route):
         migrate(StoreAccess(source), StoreAccess(target), lambda done, num: None)
     assert User(back.tier()).get(0, 1) == [THERE] * 2
     keeper = make_keeper(f"dir:{folder.location()}")
@@ -519,4 +516,3 @@ def test_errors_of_the_objects(folder: Folder) -> None:
     shutil.rmtree(folder.root)
     with pytest.raises(Unreachable):
         asyncio.run(objects.listed("packs"))
-    assert isinstance(CacheError("x"), Exception)

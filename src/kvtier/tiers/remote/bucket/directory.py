@@ -288,7 +288,7 @@ def _read(path: Path, start: int, end: int) -> memoryview:
     file = os.open(path, os.O_RDONLY)
     try:
         size = min(end, os.fstat(file).st_size)
-        content = memoryview(np.empty(max(0, size - start), np.uint8))
+        content = np.empty(max(0, size - start), np.uint8).data
         done = 0
         while done < len(content):
             num_bytes = os.preadv(file, [content[done:]], start + done)

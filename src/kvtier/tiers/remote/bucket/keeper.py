@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from kvtier.core.errors import CacheError, ConfigError
+from kvtier.tiers.remote.bucket.manifest_log import FOLDER
 from kvtier.tiers.remote.bucket.manifests import MAX_BYTES, Manifest
 from kvtier.tiers.remote.bucket.object_store import Listed, Missing, Taken, make_objects
 from kvtier.tiers.remote.bucket.opening import PackOptions
@@ -100,6 +101,9 @@ class BucketKeeper(StoreKeeper):
         ]
         if is_real:
             self._asked(self._objects.delete(useless))
+            if len(useless) == len(self._manifests):  # then the log, too, tells of nothing
+                log = self._asked(self._objects.listed(FOLDER))
+                self._asked(self._objects.delete([each.path for each in log]))
         return len(useless)
 
     async def _read(self, listed: Listed) -> Manifest | None:

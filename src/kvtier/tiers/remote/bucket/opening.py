@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvtier.core.errors import ConfigError
 from kvtier.tiers.remote.bucket.packs import PACK_BYTES
@@ -175,7 +175,7 @@ make_s3, make_google, make_azure = (
 """Makes the tier of ``storage="s3://bucket/prefix?option=value"``, of ``gs://`` and ``az://``."""
 make_directory = StorePlugin(DIRECTORY, PackOptions, _make, check_directory)
 """Makes the tier of ``storage="dir:///mnt/shared/kv"``."""
-PACK_STORES: Final[Mapping[str, StorePlugin[PackOptions]]] = {
+PACK_STORES: Final[Mapping[str, StorePlugin[Any]]] = {
     "s3": make_s3,
     "gs": make_google,
     "az": make_azure,

@@ -58,9 +58,9 @@ class BucketTier(StoreTier):
         )
         self._reader = PackReader(self._objects, self._shape, self._envelope)
         self._loop = RequestLoop(f"kvtier {self.name}", options.requests)
-        self._upkeep = Upkeep(location, self._objects, self._exchange, options.poll_s)
+        self._upkeep = Upkeep(location, self._objects, self._exchange, options)
         try:
-            self._upkeep.open(self._loop, options.publish_s)
+            self._upkeep.open(self._loop)
         except BaseException:
             self._loop.close(CLOSE_S)
             raise
@@ -194,7 +194,9 @@ class BucketTier(StoreTier):
 
         async def both() -> None:
             await self._exchange.publish()
-            await self._exchange.poll()
+            async with self._upkeep.polling:
+                await self._exchange.read_all()
+                await self._exchange.follow()
 
         try:
             self._loop.run(both, timeout_s)

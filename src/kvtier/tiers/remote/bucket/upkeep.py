@@ -1,4 +1,4 @@
-"""Background work of a bucket: the self-test, polling for others' manifests, and own manifests."""
+"""Background work of a bucket: the self-test, others' manifests, own manifests, merging."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Final
 
 from kvtier.core.errors import ConfigError
 from kvtier.tiers.remote.bucket.manifest_sync import ManifestSync
+from kvtier.tiers.remote.bucket.merging import Merger
 from kvtier.tiers.remote.bucket.object_store import ObjectStore
+from kvtier.tiers.remote.bucket.opening import PackOptions
 from kvtier.tiers.remote.errors import Refused, Unsound, Unwritable
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.requests import RequestLoop
@@ -31,22 +33,24 @@ writes to one that is full or read-only."""
 class Upkeep:
     """Background work of one bucket.
 
-    poll_s: interval of polls; 0 for only the first one.
     is_sound: whether the store has passed its self-test.
     request_s: seconds of a request during the self-test.
+    polling: held while manifests are read or merged.
     """
 
     def __init__(
-        self, location: Location, objects: ObjectStore, exchange: ManifestSync, poll_s: float
+        self, location: Location, objects: ObjectStore, exchange: ManifestSync, options: PackOptions
     ) -> None:
         self.is_sound = False
         self.request_s = 0.0
         self._location = location
         self._objects = objects
         self._exchange = exchange
-        self._poll_s = poll_s
+        self._poll_s = options.poll_s
+        self._publish_s = options.publish_s
+        self.merger = Merger(objects, exchange, options.poll_s, options.publish_s)
         self._was_polled = False
-        self._looking = asyncio.Lock()
+        self.polling = asyncio.Lock()
         self._refusal = ""
         self._trouble = ""
         self._unwritable = ""
@@ -64,7 +68,7 @@ class Upkeep:
         """Whether a write may succeed now."""
         return self.is_sound and time.monotonic() >= self._next_write_s
 
-    def open(self, loop: RequestLoop, publish_s: float) -> None:
+    def open(self, loop: RequestLoop) -> None:
         """Begin the background work.
 
         Raises ``ConfigError`` for a store that cannot be used; one that cannot be reached is
@@ -77,11 +81,11 @@ class Upkeep:
         if self._refusal:
             raise ConfigError(f"storage: {self._location}: {self._refusal}")
         loop.begin(self._keep_looking)
-        loop.begin(lambda: self._keep_publishing(publish_s))
+        loop.begin(self._keep_publishing)
 
     async def _keep_looking(self) -> None:
         while not self._refusal:
-            await asyncio.sleep(self._poll_s or RETRY_S)
+            await asyncio.sleep(self.merger.pause_s if self._poll_s else RETRY_S)
             if self._poll_s or not self._was_polled:
                 await self.look()
 
@@ -89,12 +93,14 @@ class Upkeep:
         """Run the self-test if necessary, then poll. Raises nothing."""
         try:
             time_s = BACKGROUND_S if self.is_sound else FIRST_S
-            async with self._looking, asyncio.timeout(time_s):
+            async with self.polling, asyncio.timeout(time_s):
                 if not self.is_sound:
                     self.request_s = await self._objects.self_test()
                     self.is_sound = True
                 await self._exchange.poll()
                 self._was_polled = True
+                if self._poll_s:
+                    await self.merger.step()
                 self.note("")
         except (Refused, Unsound) as error:
             if self.is_sound:  # it worked before; credentials may become valid again
@@ -102,18 +108,20 @@ class Upkeep:
             else:
                 self._refusal = self._objects.explain(error)
                 logger.error("not used store=%s reason=%r", self._location, self._refusal)
+        except Unwritable as error:
+            self.note("")
+            self.note_write(str(error))
         except Exception as error:
             self.note(str(error) or "no answer")
 
-    async def _keep_publishing(self, publish_s: float) -> None:
+    async def _keep_publishing(self) -> None:
         while True:
-            await asyncio.sleep(publish_s)
+            await asyncio.sleep(max(self._publish_s, self._exchange.pace_s))
             if not self.takes_writes or not self._exchange.num_pending:
                 continue
             try:
                 async with asyncio.timeout(BACKGROUND_S):
                     await self._exchange.publish()
-                    await self._exchange.merge()
                     self.note("")
                     self.note_write("")
             except Unwritable as error:
