@@ -240,7 +240,8 @@ class Merger:
 
 def _first(listed: Sequence[Listed], max_bytes: int = MAX_ENTRY_BYTES) -> list[Listed]:
     """Return the first manifests that fit into one object; one at least, if there is any."""
-    num_bytes, found = 0, []
+    num_bytes = 0
+    found: list[Listed] = []
     for each in listed[:MAX_ENTRIES]:
         num_bytes += each.num_bytes
         if found and num_bytes > max_bytes:
