@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from kvtier.core.types import BlockKey
 from kvtier.layout import DType, KVGroup, full_attention
 from kvtier.testing import StorageSuite
 from kvtier.testing.storage_suite import GROUP
-from kvtier.testing.storage_user import User
+from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome, StorageSite, StorageTier
 from kvtier.tiers.remote.bucket import directory as directory_module
 from kvtier.tiers.remote.bucket.object_store import Missing, Taken
@@ -343,7 +343,7 @@ def test_nothing_is_seen_of_a_writer_that_was_killed(folder: Folder) -> None:
     script = f"""
 import os, signal
 from kvtier.testing.storage_suite import GROUP
-from kvtier.testing.storage_user import User
+from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import StorageSite
 from kvtier.tiers.remote.bucket import directory
 from kvtier.tiers.remote.bucket.opening import make_directory
@@ -403,7 +403,7 @@ def test_process_ends_though_a_server_does_not_answer(folder: Folder) -> None:
     script = f"""
 import os, threading
 from kvtier.testing.storage_suite import GROUP
-from kvtier.testing.storage_user import User
+from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import StorageSite
 from kvtier.tiers.remote.bucket import directory
 from kvtier.tiers.remote.bucket.opening import make_directory
@@ -516,3 +516,125 @@ def test_errors_of_the_objects(folder: Folder) -> None:
     shutil.rmtree(folder.root)
     with pytest.raises(Unreachable):
         asyncio.run(objects.listed("packs"))
+
+
+# -- capacity --------------------------------------------------------------------------------------
+
+
+def pack_bytes_of(tier: BucketTier, num_blocks: int = 1) -> int:
+    return int(tier._shape.offsets(num_blocks)[-1])
+
+
+def used_bytes(folder: Folder) -> int:
+    num_bytes = 0
+    for path in folder.paths("packs"):
+        with suppress(FileNotFoundError):
+            num_bytes += (folder.root / path).stat().st_size
+    return num_bytes
+
+
+FAST = {"poll_s": 0.05, "publish_s": 0.02, "pack_bytes": 512}
+
+
+def test_directory_stays_within_its_capacity(folder: Folder) -> None:
+    """Four writers write five times the capacity; all keep what was written last."""
+    capacity = 40 * 4352
+    tiers = [folder.tier(256, capacity=capacity, **FAST) for _ in range(4)]
+    wait_until(lambda: any(tier._upkeep.merger.is_merger for tier in tiers))
+    largest = 0
+    for number in range(200):
+        tier = tiers[number % 4]
+        wait_until(lambda tier=tier, number=number: User(tier).put(number) == [THERE])  # type: ignore[misc]
+        largest = max(largest, used_bytes(folder))
+    assert largest <= capacity + 2 * len(tiers) * pack_bytes_of(tiers[0])
+    wait_until(lambda: used_bytes(folder) <= capacity)
+    late = folder.tier(256, capacity=capacity, **FAST)
+    for tier in (*tiers, late):
+        wait_until(lambda tier=tier: set(User(tier).found(*range(200))) >= set(range(190, 200)))  # type: ignore[misc]
+        assert len(User(tier).found(*range(200))) <= 60, "what was deleted is known to be"
+        assert set(User(tier).get(*range(190, 200))) == {THERE}
+        tier.check_invariants()
+
+
+def test_what_is_used_stays(folder: Folder) -> None:
+    first = folder.tier(256, pack_bytes=512)
+    User(first).put(*range(30))
+    first.close()
+    paths = folder.paths("packs")
+    for at, path in enumerate(paths):
+        used_s = time.time() - 7200 + at
+        os.utime(folder.root / path, (used_s, used_s))
+    tier = folder.tier(256, capacity=20 * pack_bytes_of(first, 2), **FAST)
+    user = User(tier)
+    wait_until(lambda: tier._objects.touch_s > 0)
+    oldest = next(
+        number
+        for number in range(30)
+        if pack_path(tier._catalogue.places(as_keys([stored_key(number)]))[0].pack) == paths[0]
+    )
+    assert user.get(oldest) == [THERE]
+    for number in range(100, 110):
+        wait_until(lambda number=number: user.put(number) == [THERE])  # type: ignore[misc]
+    wait_until(lambda: paths[1] not in folder.paths("packs"))
+    assert user.get(oldest) == [THERE], "it was used last"
+    wait_until(lambda: used_bytes(folder) <= 20 * pack_bytes_of(first, 2))
+
+
+def test_use_is_recorded_seldom(folder: Folder) -> None:
+    objects = folder.objects()
+    asyncio.run(objects.self_test())
+    path = folder.root / "self-test" / "probe"
+    begin = time.time() - 100
+    os.utime(path, (begin, begin))
+    asyncio.run(objects.get("self-test/probe"))
+    assert path.stat().st_mtime == pytest.approx(begin), "there is no capacity"
+    objects.touch_s = 200.0
+    asyncio.run(objects.get("self-test/probe"))
+    assert path.stat().st_mtime == pytest.approx(begin)
+    objects.touch_s = 60.0
+    asyncio.run(objects.get("self-test/probe"))
+    assert path.stat().st_mtime > begin + 50
+    with failing("utime", errno.EROFS):
+        assert asyncio.run(objects.get("self-test/probe"))
+
+
+def test_packs_of_a_killed_process_and_of_other_models_count(folder: Folder) -> None:
+    larger = full_attention(2, 2, 16, DType.FLOAT16, 2)
+    lost = folder.tier(pack_bytes=512)
+    for number in range(100, 115):
+        User(lost).put(number)
+    lost.abandon()
+    capacity = 20 * 4352
+    tiers = [folder.tier(256, group=group, capacity=capacity, **FAST) for group in (GROUP, larger)]
+    wait_until(lambda: any(tier._upkeep.merger.is_merger for tier in tiers))
+    for number in range(60):
+        tier = tiers[number % 2]
+        wait_until(lambda tier=tier, number=number: User(tier).put(number) == [THERE])  # type: ignore[misc]
+    wait_until(lambda: used_bytes(folder) <= capacity)
+    assert User(tiers[0]).get(58) == User(tiers[1]).get(59) == [THERE]
+
+
+def test_manifests_do_not_tell_of_deleted_packs_for_ever(folder: Folder) -> None:
+    tier = folder.tier(256, capacity=10 * 4352, **FAST)
+    wait_until(lambda: tier._upkeep.merger.is_merger)
+    for number in range(150):
+        wait_until(lambda number=number: User(tier).put(number) == [THERE])  # type: ignore[misc]
+    tier.close()
+    late = folder.tier(256)
+    assert len(User(late).found(*range(150))) < 100
+
+
+def test_process_without_a_capacity_leaves_the_packs_to_one_that_has(folder: Folder) -> None:
+    without = folder.tier(256, **FAST)
+    wait_until(lambda: without._upkeep.merger.is_merger)
+    bounded = folder.tier(256, capacity=10 * 4352, **FAST)
+    wait_until(lambda: bounded._upkeep.merger.is_merger)
+    for number in range(40):
+        assert User(without).put(number) == [THERE]
+    wait_until(lambda: used_bytes(folder) <= 10 * 4352)
+    assert bounded._upkeep.merger.is_merger
+
+
+def test_capacity_below_four_packs_is_refused(folder: Folder) -> None:
+    with pytest.raises(ConfigError, match="is below 4 packs of 1,048,576 bytes; raise it"):
+        folder.tier(capacity="2MiB", pack_bytes="1MiB")

@@ -12,7 +12,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,6 +35,8 @@ FOLDER_MODE: Final = 0o770
 LEFTOVER_S: Final = 3600.0
 """Age from which a temporary file belongs to a writer that has died. Writes take a minute."""
 NUM_TRIES: Final = 3
+CLOCK_S: Final = 30.0
+"""Difference between the clocks of machines that is not taken for a use."""
 NO_WRITES: Final = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM}
 )
@@ -114,6 +116,13 @@ class Directory(ObjectStore):
 
     async def delete(self, paths: Sequence[str]) -> None:
         await self._threads.run(lambda: self._translated(lambda: self._delete(paths)))
+
+    async def delete_unused(self, used: Mapping[str, float]) -> dict[str, float | None]:
+        """Delete files that were not used after the times in ``used``.
+
+        Returns for each path the time of its last use, if that was later; None if it is gone.
+        """
+        return await self._threads.run(lambda: self._translated(lambda: self._delete_unused(used)))
 
     async def self_test(self) -> float:
         await self._threads.run(self._prepare)
@@ -211,7 +220,7 @@ class Directory(ObjectStore):
     def _part(self, path: str, start: int, end: int) -> memoryview:
         for left in reversed(range(NUM_TRIES)):
             try:
-                return _read(self._root / path, start, end)
+                return _read(self._root / path, start, end, self.touch_s)
             except OSError as error:
                 if error.errno != errno.ESTALE or not left:  # another client has replaced the file
                     raise
@@ -253,6 +262,21 @@ class Directory(ObjectStore):
             with suppress(OSError):  # it is in use
                 folder.rmdir()
 
+    def _delete_unused(self, used: Mapping[str, float]) -> dict[str, float | None]:
+        found: dict[str, float | None] = {}
+        for path, used_s in used.items():
+            try:
+                now_s = (self._root / path).stat().st_mtime
+                if now_s > used_s + CLOCK_S:
+                    found[path] = now_s
+                    continue
+                (self._root / path).unlink()
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+            found[path] = None
+        return found
+
 
 def _temporary(name: str) -> str:
     """Return a name that no other process uses, and that no list has."""
@@ -284,10 +308,14 @@ def _link(temporary: Path, place: Path) -> None:
         raise
 
 
-def _read(path: Path, start: int, end: int) -> memoryview:
+def _read(path: Path, start: int, end: int, touch_s: float) -> memoryview:
     file = os.open(path, os.O_RDONLY)
     try:
-        size = min(end, os.fstat(file).st_size)
+        facts = os.fstat(file)
+        if touch_s and time.time() - facts.st_mtime > touch_s:
+            with suppress(OSError):  # read-only, or another user's
+                os.utime(file)  # not the time of access: most mounts do not keep it
+        size = min(end, facts.st_size)
         content = np.empty(max(0, size - start), np.uint8).data
         done = 0
         while done < len(content):

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 NUM_READS: Final = 16
 """Concurrent reads of manifests."""
+CLOCK_S: Final = 2.0
+"""Resolution of a store's clock, and about the difference between those of its servers."""
 LIST_S: Final = 600.0
 """About how often a process lists all manifests, in case that the log lacks one."""
 MAX_AHEAD_NS: Final = 15 * 60 * 10**9
@@ -124,6 +126,10 @@ class ManifestSync:
             self._tombstones.update((tombstone.key, tombstone) for tombstone in tombstones)
         return self._catalogue.apply_tombstones(tombstones)
 
+    def next_stamp(self) -> int:
+        """Return a stamp that is newer than all known ones."""
+        return self._catalogue.next_stamp(self._now_ns())
+
     async def publish(self) -> None:
         """Publish what is pending. Raises what ``ObjectStore`` raises; it stays pending then."""
         async with self._publishing:
@@ -177,31 +183,46 @@ class ManifestSync:
         Raises what ``ObjectStore`` raises; manifests read before the error count.
         """
         if self.must_list or asyncio.get_running_loop().time() >= self._list_at_s:
-            await self.read_all()
-        await self.follow()
+            await self.read_all(are_followed=True)
+        else:
+            await self.follow()
 
-    async def read_all(self) -> None:
+    async def read_all(self, are_followed: bool = False) -> None:
         """List the manifests, and read those that are not known. Go to the end of the log.
+
+        are_followed: leave out those that the next objects of the log will bring.
 
         Raises what ``ObjectStore`` raises; manifests read before the error count.
         """
         objects = await self._objects.listed(FOLDER)
         newest = max((number_of(each.path) for each in objects), default=0)
         self.must_list = False  # from here on, others may set it again
-        # The list below has what the objects before bring. The newest one tells whose the log is.
+        # The list below has what these objects bring. The newest one tells whose the log is.
         self.position = max(0, newest - 1)
+        until_s = await self._covered_s(newest) + CLOCK_S if are_followed else float("inf")
         listed = await self.list_manifests()
         now = self._now_ns()
         await self.get_each(
             [
                 each
                 for each in listed
-                if each.path not in self.read and self._too_early.get(each.path, 0) <= now
+                if each.path not in self.read
+                and each.written_s < until_s
+                and self._too_early.get(each.path, 0) <= now
             ],
             self.take,
         )
+        await self.follow()
         delay_s = LIST_S * random.uniform(0.75, 1.25)
         self._list_at_s = asyncio.get_running_loop().time() + delay_s
+
+    async def _covered_s(self, number: int) -> float:
+        """Return the time up to which the log has all manifests, if it ends with this object."""
+        try:
+            found = LogObject.from_bytes(await self._objects.get(log_path(number)))
+        except Missing:
+            found = None
+        return found.covered_ns / 1e9 if found is not None and found.covered_ns else float("inf")
 
     async def list_manifests(self) -> list[Listed]:
         """Return all manifests, and forget those that are gone."""
@@ -265,6 +286,8 @@ class ManifestSync:
                 self.take(path, content)
             elif not self._too_early:  # else some of what it repeats may not have been taken
                 self.read.add(path)
+        if found.deleted:
+            self._catalogue.lose_packs(found.deleted, found.stamp)
 
     def take(self, path: str, content: bytes) -> None:
         """Take in the content of a manifest."""

@@ -21,10 +21,12 @@ from dataclasses import replace
 from typing import Final
 
 from kvtier.core.types import BlockKey
+from kvtier.tiers.remote.bucket.bound import Bound
 from kvtier.tiers.remote.bucket.manifest_log import FOLDER, LogObject, log_path, number_of
 from kvtier.tiers.remote.bucket.manifest_sync import LIST_S, ManifestSync
 from kvtier.tiers.remote.bucket.manifests import MAX_BYTES, Manifest, Pack, Tombstone
 from kvtier.tiers.remote.bucket.object_store import Listed, Missing, ObjectStore, Taken
+from kvtier.tiers.remote.bucket.packs import PackName
 
 NUM_MERGED: Final = 64
 """As many manifests of about one size become one."""
@@ -50,11 +52,18 @@ class Merger:
 
     poll_s: the process's interval of polls; the log has a new object as often at least.
     publish_s: its interval of publishing; the log has a new object as often at most.
+    bound: keeps the packs within their capacity; None for a store without one.
     """
 
     def __init__(
-        self, objects: ObjectStore, sync: ManifestSync, poll_s: float, publish_s: float
+        self,
+        objects: ObjectStore,
+        sync: ManifestSync,
+        poll_s: float,
+        publish_s: float,
+        bound: Bound | None = None,
     ) -> None:
+        self._bound = bound
         self._objects = objects
         self._sync = sync
         self._poll_s = poll_s
@@ -83,7 +92,10 @@ class Merger:
         """Merge, or find out whether another process does. Raises what ``ObjectStore`` raises."""
         if self.is_merger:
             await self._merge()
-        elif _now() - self._sync.seen_s > self._patience_s:
+            return
+        last = self._sync.last
+        is_unbounded = self._bound is not None and last is not None and not last.touch_s
+        if is_unbounded or _now() - self._sync.seen_s > self._patience_s:
             await self._claim()
 
     async def _claim(self) -> None:
@@ -93,7 +105,10 @@ class Merger:
             sync.must_list = True  # it has lost objects that were not read
             return
         last = sync.last or LogObject(sync.writer)
-        if await self._append(replace(last, writer=sync.writer, entries=(), deleted=())):
+        if self._bound is not None:
+            self._bound.forget()
+        made = replace(last, writer=sync.writer, entries=(), deleted=(), **self._usage())
+        if await self._append(made):
             self._num_left = self._num_arrived = 0
             self._paced_s, self._pace_ms = _now(), last.pace_ms
             await self._check_newest()
@@ -157,19 +172,45 @@ class Merger:
             if path not in sync.read:
                 sync.take(path, content)
         entries += [(path, b"") for path in self._merged]
-        if not entries and _now() - sync.seen_s < self._poll_s:
+        stamp, deleted = sync.next_stamp(), await self._make_room(entries)
+        if not entries and not deleted and _now() - sync.seen_s < self._poll_s:
             self._idle_s = min(1.5 * self._idle_s, max(self._poll_s / 2, self._publish_s))
             return
-        if entries:
+        if entries or deleted:
             self._idle_s = 0.0 if self._num_left else self._publish_s
         self._set_pace()
-        made = LogObject(sync.writer, entries, self._pace_ms, int(covered_s * 1e9))
+        made = LogObject(
+            sync.writer,
+            entries,
+            self._pace_ms,
+            int(covered_s * 1e9),
+            deleted=deleted,
+            stamp=stamp,
+            **self._usage(),
+        )
         if await self._append(made):
             self._merged.clear()
             are_out = {each.path for each in listed if each.written_s < covered_s - MARGIN_S}
             await self._compact([each for each in listed if each.path in are_out | sync.logged])
             if not sync.position % TRIM_EVERY and await self._check_newest():
                 await self._trim()
+
+    async def _make_room(self, entries: Sequence[tuple[str, bytes]]) -> list[PackName]:
+        """Count new packs, and delete some if there is too little room. Return their names."""
+        if self._bound is None:
+            return []
+        for _, content in entries:
+            manifest = Manifest.from_bytes(content)
+            if manifest is not None:
+                self._bound.note(manifest)
+        return await self._bound.make_room()
+
+    def _usage(self) -> dict[str, int]:
+        """Return what the log tells of the packs; zeros if this process does not count them."""
+        if self._bound is None:
+            return {"used_bytes": 0, "touch_s": 0}
+        used = self._bound.used_bytes if self._bound.is_counted else 0
+        return {"used_bytes": used, "touch_s": int(self._bound.touch_s)}
 
     def _set_pace(self) -> None:
         """Set the interval at which all processes publish, so that one merger can follow."""
@@ -201,13 +242,17 @@ class Merger:
     async def _compact(self, listed: Sequence[Listed]) -> None:
         """Replace manifests by larger ones. listed: those that the log brings or has brought."""
         sync = self._sync
-        groups = defaultdict(list)
+        groups: dict[int, list[Listed]] = defaultdict(list)
         for each in listed:
             if each.path in sync.read and each.path not in sync.not_understood:
                 groups[each.num_bytes.bit_length() // 4].append(each)
+        least, bound = NUM_MERGED, self._bound
+        if bound is not None and bound.num_deleted > len(bound):  # most tell of deleted packs
+            groups = {0: [each for group in groups.values() for each in group]}
+            least, bound.num_deleted = 1, 0
         for group in groups.values():
             some = _first(sorted(group, key=lambda each: each.written_s), MAX_BYTES)
-            if len(some) >= NUM_MERGED:
+            if len(some) >= least:
                 if not await self._check_newest():
                     return
                 await self._replace(some)
@@ -224,7 +269,11 @@ class Merger:
             if manifest is None:
                 continue
             read.append(path)
-            packs[manifest.block_bytes] += [pack for pack in manifest.packs if pack.stamp >= since]
+            packs[manifest.block_bytes] += [
+                pack
+                for pack in manifest.packs
+                if pack.stamp >= since and (self._bound is None or self._bound.has(pack))
+            ]
             known = tombstones[manifest.block_bytes]
             for each in manifest.tombstones:
                 if each.key not in known or known[each.key].stamp < each.stamp:

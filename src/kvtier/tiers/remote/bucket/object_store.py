@@ -39,7 +39,12 @@ class ObjectStore(ABC):
 
     All calls raise only ``Missing``, ``Taken``, ``Unwritable``, ``Refused``, ``Unreachable`` or
     ``Unsound``. Their messages contain no secrets.
+
+    touch_s: a read records the use of an object if the last one was longer ago, where the store
+        has times of use; 0 for never.
     """
+
+    touch_s: float = 0.0
 
     @abstractmethod
     async def put(self, path: str, content: object, create: bool = False) -> None:

@@ -62,6 +62,14 @@ class AzureOptions(BucketOptions):
     """Storage account. Default: ``AZURE_STORAGE_ACCOUNT_NAME``."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryOptions(PackOptions):
+    """Options of a shared directory."""
+
+    capacity: int = 0
+    """Maximum size of all packs, like "2TiB"; 0 for no limit. The same for all processes."""
+
+
 @dataclass(frozen=True, slots=True)
 class BucketService:
     """A service that keeps buckets.
@@ -97,6 +105,8 @@ SERVICES: Final[Mapping[str, BucketService]] = {
 """Services by the scheme of their URLs."""
 DIRECTORY: Final = "dir"
 """Scheme of a shared directory."""
+MIN_PACKS: Final = 4
+"""Smallest capacity of a directory: with less, a pack is deleted as soon as it was written."""
 
 
 def _make(site: StorageSite, location: Location, options: PackOptions) -> StorageTier:
@@ -104,6 +114,13 @@ def _make(site: StorageSite, location: Location, options: PackOptions) -> Storag
         raise ConfigError(
             f"{site.name}: storage_capacity of {site.capacity_bytes} bytes is below one block "
             f"({site.group.bytes_per_block} bytes); raise it"
+        )
+    if isinstance(options, DirectoryOptions) and 0 < options.capacity < 2 * (
+        site.group.bytes_per_block
+    ):
+        raise ConfigError(
+            f"{site.name}: capacity of {options.capacity:,} bytes is below two blocks "
+            f"({site.group.bytes_per_block:,} bytes each); raise it"
         )
     from kvtier.tiers.remote.bucket.tier import BucketTier  # needs the client
 
@@ -153,7 +170,7 @@ def _check_options(location: Location, options: PackOptions) -> None:
         raise ConfigError(f"storage: {location}: publish_s is above 0")
 
 
-def check_directory(location: Location, options: PackOptions) -> None:
+def check_directory(location: Location, options: DirectoryOptions) -> None:
     """Raise ``ConfigError`` for a URL that names no directory. The file system is not read."""
     if location.host:
         shown = f"{location.host}/{location.path}".rstrip("/")
@@ -165,6 +182,11 @@ def check_directory(location: Location, options: PackOptions) -> None:
         raise ConfigError(
             'storage: dir: names no directory; write it as "dir:///mnt/shared/kv", without ".."'
         )
+    if options.capacity and options.capacity < MIN_PACKS * options.pack_bytes:
+        raise ConfigError(
+            f"storage: {location}: capacity of {options.capacity:,} bytes is below {MIN_PACKS} "
+            f"packs of {options.pack_bytes:,} bytes; raise it, or lower pack_bytes"
+        )
     _check_options(location, options)
 
 
@@ -173,8 +195,8 @@ make_s3, make_google, make_azure = (
     for scheme, service in SERVICES.items()
 )
 """Makes the tier of ``storage="s3://bucket/prefix?option=value"``, of ``gs://`` and ``az://``."""
-make_directory = StorePlugin(DIRECTORY, PackOptions, _make, check_directory)
-"""Makes the tier of ``storage="dir:///mnt/shared/kv"``."""
+make_directory = StorePlugin(DIRECTORY, DirectoryOptions, _make, check_directory)
+"""Makes the tier of ``storage="dir:///mnt/shared/kv?capacity=2TiB"``."""
 PACK_STORES: Final[Mapping[str, StorePlugin[Any]]] = {
     "s3": make_s3,
     "gs": make_google,

@@ -35,6 +35,10 @@ logger = logging.getLogger(__name__)
 CLOSE_S: Final = 3.0
 
 
+class NoRoom(Exception):  # noqa: N818 - an outcome
+    """A pack is not written, because others have to be deleted first."""
+
+
 class BucketTier(StoreTier):
     """Storage tier over a bucket; blocks are stored in packs.
 
@@ -109,9 +113,12 @@ class BucketTier(StoreTier):
     ) -> Coroutine[Any, Any, PackCoding | None]:
         """Copy the blocks at once, on the caller's thread. Return the coroutine that writes."""
         content, coding = self._shape.build(keys, blocks, self._envelope)
+        has_room = self._upkeep.reserve(len(content))
         path = pack_path(pack_name(as_keys(keys), coding))
 
         async def write() -> PackCoding | None:
+            if not has_room:
+                raise NoRoom
             await self._objects.put(path, content)
             return coding
 
@@ -196,7 +203,6 @@ class BucketTier(StoreTier):
             await self._exchange.publish()
             async with self._upkeep.polling:
                 await self._exchange.read_all()
-                await self._exchange.follow()
 
         try:
             self._loop.run(both, timeout_s)

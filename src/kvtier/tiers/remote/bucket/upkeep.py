@@ -8,10 +8,12 @@ import time
 from typing import Final
 
 from kvtier.core.errors import ConfigError
+from kvtier.tiers.remote.bucket.bound import Bound
+from kvtier.tiers.remote.bucket.directory import Directory
 from kvtier.tiers.remote.bucket.manifest_sync import ManifestSync
 from kvtier.tiers.remote.bucket.merging import Merger
 from kvtier.tiers.remote.bucket.object_store import ObjectStore
-from kvtier.tiers.remote.bucket.opening import PackOptions
+from kvtier.tiers.remote.bucket.opening import DirectoryOptions, PackOptions
 from kvtier.tiers.remote.errors import Refused, Unsound, Unwritable
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.requests import RequestLoop
@@ -28,6 +30,10 @@ BACKGROUND_S: Final = 30.0
 RETRY_S: Final = 5.0
 """Pause between attempts to reach a store that could not be reached at the start, and between
 writes to one that is full or read-only."""
+
+
+COUNTED_BY: Final = 3
+"""Objects of the log after which a pack is surely in its count."""
 
 
 class Upkeep:
@@ -48,7 +54,14 @@ class Upkeep:
         self._exchange = exchange
         self._poll_s = options.poll_s
         self._publish_s = options.publish_s
-        self.merger = Merger(objects, exchange, options.poll_s, options.publish_s)
+        self._capacity = options.capacity if isinstance(options, DirectoryOptions) else 0
+        bound = None
+        if self._capacity:
+            assert isinstance(objects, Directory)
+            bound = Bound(objects, self._capacity)
+        self.merger = Merger(objects, exchange, options.poll_s, options.publish_s, bound)
+        self._written_bytes: dict[int, int] = {}
+        """Bytes that this process wrote, by the newest object of the log at that time."""
         self._was_polled = False
         self.polling = asyncio.Lock()
         self._refusal = ""
@@ -67,6 +80,22 @@ class Upkeep:
     def takes_writes(self) -> bool:
         """Whether a write may succeed now."""
         return self.is_sound and time.monotonic() >= self._next_write_s
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Return whether there is room for a pack, and count it.
+
+        What others write at the same time is not known yet, so the bound may be exceeded by it.
+        """
+        last = self._exchange.last
+        if not self._capacity or last is None:
+            return True
+        position = self._exchange.position
+        for old in [at for at in self._written_bytes if at <= position - COUNTED_BY]:
+            del self._written_bytes[old]
+        if last.used_bytes + sum(self._written_bytes.values()) + num_bytes > self._capacity:
+            return False
+        self._written_bytes[position] = self._written_bytes.get(position, 0) + num_bytes
+        return True
 
     def open(self, loop: RequestLoop) -> None:
         """Begin the background work.
@@ -97,8 +126,10 @@ class Upkeep:
                 if not self.is_sound:
                     self.request_s = await self._objects.self_test()
                     self.is_sound = True
-                await self._exchange.poll()
+                await (self._exchange.poll() if self._poll_s else self._exchange.read_all())
                 self._was_polled = True
+                if self._capacity and self._exchange.last is not None:
+                    self._objects.touch_s = self._exchange.last.touch_s
                 if self._poll_s:
                     await self.merger.step()
                 self.note("")
