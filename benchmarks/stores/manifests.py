@@ -427,7 +427,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bucket", default="kvtier")
     parser.add_argument("--times", type=float, nargs=3, default=[60.0, 150.0, 210.0])
     options = parser.parse_args(arguments)
-    logging.getLogger("kvtier").setLevel(logging.ERROR)
+    logging.disable(logging.ERROR)
     times = tuple(options.times)
     rows = []
     for num in options.writers:

@@ -418,6 +418,62 @@ assert [each.value for each in User(tier, timeout_s=0.2).get(0)] == ["failed"]
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.fixture
+def mounts() -> list[str]:
+    """Return the beginning of a command that may mount file systems."""
+    command = ["unshare", "-rm"]
+    try:
+        told = subprocess.run(
+            [*command, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, check=False
+        )
+    except FileNotFoundError:
+        told = None
+    if told is None or told.returncode:
+        pytest.skip("this kernel lets no user mount a file system (unshare -rm)")
+    return command
+
+
+def test_full_and_read_only_file_systems_serve_hits(mounts: list[str]) -> None:
+    script = """
+import logging, subprocess
+from kvtier.layout import DType, full_attention
+from kvtier.testing.storage_user import User
+from kvtier.tiers import StorageSite
+from kvtier.tiers.remote.bucket.opening import make_directory
+logging.basicConfig(level=logging.WARNING)
+large = full_attention(8, 8, 64, DType.FLOAT16, 64)
+site = StorageSite("dir", "///mnt/kv?poll_s=0.1&publish_s=0.1", large, 64 << 20)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", "/mnt"], check=True)
+tier = make_directory(site)
+user = User(tier)
+stored = [number for number in range(20) if user.put(number)[0].value == "there"]
+assert 2 < len(stored) < 8, stored
+assert "No space left" in tier.findings()[1].found, tier.findings()
+assert all(each.value == "there" for each in user.get(*stored))
+tier.close()
+subprocess.run(["mount", "-o", "remount,ro,size=8m", "tmpfs", "/mnt"], check=True)
+reader = make_directory(site)
+user = User(reader)
+found = user.found(*range(20))
+assert found and set(found) <= set(stored), found
+assert all(each.value == "there" for each in user.get(*found))
+assert [each.value for each in user.put(30, 31)] == ["failed"] * 2
+assert "Read-only" in reader.findings()[1].found, reader.findings()
+reader.close()
+print(len(found))
+"""
+    ended = subprocess.run(
+        [*mounts, sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 0
+    assert ended.stderr.count("the store is only read") == 2, "once for each of the two"
+
+
 # -- opening ---------------------------------------------------------------------------------------
 
 
@@ -533,7 +589,7 @@ def used_bytes(folder: Folder) -> int:
     return num_bytes
 
 
-FAST = {"poll_s": 0.05, "publish_s": 0.02, "pack_bytes": 512}
+FAST: dict[str, Any] = {"poll_s": 0.05, "publish_s": 0.02, "pack_bytes": 512}
 
 
 def test_directory_stays_within_its_capacity(folder: Folder) -> None:

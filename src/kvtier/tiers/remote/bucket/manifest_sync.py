@@ -26,6 +26,10 @@ NUM_READS: Final = 16
 """Concurrent reads of manifests."""
 CLOCK_S: Final = 2.0
 """Resolution of a store's clock, and about the difference between those of its servers."""
+FEW: Final = 64
+"""New manifests up to this many are read by their names, even if the log may bring them."""
+SOON_S: Final = 15.0
+"""Time until the manifests are listed again, if more were left to the log."""
 LIST_S: Final = 600.0
 """About how often a process lists all manifests, in case that the log lacks one."""
 MAX_AHEAD_NS: Final = 15 * 60 * 10**9
@@ -199,21 +203,22 @@ class ManifestSync:
         self.must_list = False  # from here on, others may set it again
         # The list below has what these objects bring. The newest one tells whose the log is.
         self.position = max(0, newest - 1)
-        until_s = await self._covered_s(newest) + CLOCK_S if are_followed else float("inf")
+        covered_s = await self._covered_s(newest) if are_followed else float("inf")
         listed = await self.list_manifests()
         now = self._now_ns()
-        await self.get_each(
-            [
-                each
-                for each in listed
-                if each.path not in self.read
-                and each.written_s < until_s
-                and self._too_early.get(each.path, 0) <= now
-            ],
-            self.take,
-        )
-        await self.follow()
+        unread = [
+            each
+            for each in listed
+            if each.path not in self.read and self._too_early.get(each.path, 0) <= now
+        ]
         delay_s = LIST_S * random.uniform(0.75, 1.25)
+        old = [each for each in unread if each.written_s < covered_s - CLOCK_S]
+        if len(unread) - len(old) > FEW:
+            # The log brings most of the others within seconds. What it has brought already, at the
+            # very end of the time that it covers, is found by another list.
+            unread, delay_s = old, SOON_S
+        await self.get_each(unread, self.take)
+        await self.follow()
         self._list_at_s = asyncio.get_running_loop().time() + delay_s
 
     async def _covered_s(self, number: int) -> float:
