@@ -1,7 +1,7 @@
 """R4: what the exchange of manifests costs a store, and how late a reader learns of a write.
 
     python -m benchmarks.stores.manifests --writers 100 1000 10000     simulated time, a model of S3
-    python -m benchmarks.stores.manifests --endpoint http://host:port --writers 200  a real server
+    python -m benchmarks.stores.manifests --seaweedfs --writers 200       a real server, real time
 
 All processes run the exchange's own code, in one event loop. The merger is killed in the middle.
 """
@@ -27,6 +27,8 @@ from rich.table import Table
 
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import parser_of, report, table_of
+from benchmarks.stores.processes import opened
+from benchmarks.stores.servers import S3Place
 from kvtier.tiers.remote.bucket import manifest_sync
 from kvtier.tiers.remote.bucket.catalogue import Catalogue
 from kvtier.tiers.remote.bucket.manifest_log import LogObject
@@ -44,6 +46,7 @@ from kvtier.tiers.remote.bucket.upkeep import Upkeep
 from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
 from kvtier.tiers.remote.location import read_location
+from tests.kit.servers import BUCKET
 
 BLOCK_BYTES: Final = 2 << 20
 BLOCKS_PER_PACK: Final = 8
@@ -384,15 +387,16 @@ def simulated(num: int, write_s: float, poll_s: float, times: tuple[float, float
         loop.close()
 
 
-def real(
-    num: int, endpoint: str, bucket: str, write_s: float, times: tuple[float, float, float]
-) -> Row:
-    """Run a fleet over a real server."""
-    location = read_location("s3", f"//{bucket}/{os.urandom(8).hex()}")
-    objects = make_objects(location, S3Options(endpoint=endpoint))
-    return asyncio.run(
-        fleet(num, lambda requests: Counted(objects, requests), endpoint, write_s, 5.0, times)
-    )
+def real(num: int, write_s: float, poll_s: float, times: tuple[float, float, float]) -> Row:
+    """Run a fleet over a real server, in real time."""
+    with opened(S3Place) as place:
+        location = read_location("s3", f"//{BUCKET}/fleet")
+        objects = make_objects(location, S3Options(endpoint=f"http://127.0.0.1:{place.port}"))
+
+        def count(requests: Requests) -> ObjectStore:
+            return Counted(objects, requests)
+
+        return asyncio.run(fleet(num, count, "SeaweedFS", write_s, poll_s, times))
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -423,18 +427,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--writers", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--write-s", type=float, default=1.0, help="seconds between two packs")
     parser.add_argument("--poll-s", type=float, default=5.0)
-    parser.add_argument("--endpoint", default="", help="a real server, instead of the model")
-    parser.add_argument("--bucket", default="kvtier")
+    parser.add_argument("--seaweedfs", action="store_true", help="a real server, not the model")
     parser.add_argument("--times", type=float, nargs=3, default=[60.0, 150.0, 210.0])
     options = parser.parse_args(arguments)
     logging.disable(logging.ERROR)
     times = tuple(options.times)
     rows = []
+    run = real if options.seaweedfs else simulated
     for num in options.writers:
-        if options.endpoint:
-            rows.append(real(num, options.endpoint, options.bucket, options.write_s, times))
-        else:
-            rows.append(simulated(num, options.write_s, options.poll_s, times))
+        rows.append(run(num, options.write_s, options.poll_s, times))
     report(
         options.json,
         "stores.manifests",

@@ -104,11 +104,17 @@ class Directory(ObjectStore):
         await self._threads.run(lambda: self._translated(lambda: self._put(path, content, create)))
 
     async def get(self, path: str) -> bytes:
-        return bytes(await self.part(path, 0, MAX_BYTES))
+        def get() -> bytes:
+            size = min(MAX_BYTES, (self._root / path).stat().st_size)
+            return bytes(self._part(path, 0, np.empty(size, np.uint8).data))
+
+        return await self._threads.run(lambda: self._translated(get))
 
     async def part(self, path: str, start: int, end: int) -> memoryview:
+        # Made by this thread: malloc keeps memory for each thread, and there are many below.
+        into = np.empty(max(0, end - start), np.uint8).data
         return await self._threads.run(
-            lambda: self._translated(lambda: self._part(path, start, end))
+            lambda: self._translated(lambda: self._part(path, start, into))
         )
 
     async def listed(self, path: str) -> list[Listed]:
@@ -217,10 +223,10 @@ class Directory(ObjectStore):
                     (self._root / parent).mkdir(FOLDER_MODE)
         raise AssertionError
 
-    def _part(self, path: str, start: int, end: int) -> memoryview:
+    def _part(self, path: str, start: int, into: memoryview) -> memoryview:
         for left in reversed(range(NUM_TRIES)):
             try:
-                return _read(self._root / path, start, end, self.touch_s)
+                return _read(self._root / path, start, into, self.touch_s)
             except OSError as error:
                 if error.errno != errno.ESTALE or not left:  # another client has replaced the file
                     raise
@@ -308,21 +314,19 @@ def _link(temporary: Path, place: Path) -> None:
         raise
 
 
-def _read(path: Path, start: int, end: int, touch_s: float) -> memoryview:
+def _read(path: Path, start: int, into: memoryview, touch_s: float) -> memoryview:
+    """Read a part of a file. Return the beginning of ``into``, up to the end of the file."""
     file = os.open(path, os.O_RDONLY)
     try:
-        facts = os.fstat(file)
-        if touch_s and time.time() - facts.st_mtime > touch_s:
+        if touch_s and time.time() - os.fstat(file).st_mtime > touch_s:
             with suppress(OSError):  # read-only, or another user's
                 os.utime(file)  # not the time of access: most mounts do not keep it
-        size = min(end, facts.st_size)
-        content = np.empty(max(0, size - start), np.uint8).data
         done = 0
-        while done < len(content):
-            num_bytes = os.preadv(file, [content[done:]], start + done)
+        while done < len(into):
+            num_bytes = os.preadv(file, [into[done:]], start + done)
             if not num_bytes:
                 break
             done += num_bytes
-        return content[:done]
+        return into[:done]
     finally:
         os.close(file)
