@@ -59,7 +59,7 @@ MAX_PER_S: Final = {"GET": 5500, "PUT": 3500}
 """Requests a second that S3 promises for a prefix: reads; writes, lists and deletions."""
 DOLLARS: Final = {"GET": 0.0004, "PUT": 0.005, "LIST": 0.005, "DELETE": 0.0}
 """List price of 1,000 requests."""
-NUM_READERS: Final = 16
+NUM_READERS: Final = 8
 """Processes whose knowledge is measured."""
 TRACKED_EVERY: Final = 20
 
@@ -325,9 +325,10 @@ async def fleet(
         while True:
             await asyncio.sleep(random.uniform(0.5, 1.5) * write_s)
             keys = os.urandom(32 * BLOCKS_PER_PACK)
-            if random.random() < 1 / TRACKED_EVERY:
-                written[keys[:32]] = loop.time()
+            now = loop.time()
             member.sync.add(as_keys([keys[at : at + 32] for at in range(0, len(keys), 32)]))  # type: ignore[misc]
+            if random.random() < 1 / TRACKED_EVERY:
+                written[keys[:32]] = now
 
     async def live(member: Member) -> None:
         await asyncio.sleep(random.random() * begin_s / 2)
@@ -432,10 +433,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.disable(logging.ERROR)
     times = tuple(options.times)
-    rows = []
     run = real if options.seaweedfs else simulated
-    for num in options.writers:
-        rows.append(run(num, options.write_s, options.poll_s, times))
+    rows = [run(num, options.write_s, options.poll_s, times) for num in options.writers]
     report(
         options.json,
         "stores.manifests",

@@ -283,39 +283,47 @@ class ManifestSync:
             logger.warning("an object of the log is not understood number=%d", self.position)
             self.must_list = True
             return
+        packs: list[Pack] = []
         for path, content in found.entries:
             self.logged.add(path)
             if path in self.read:
                 continue
             if content:
-                self.take(path, content)
+                packs += self._taken(path, content)
             elif not self._too_early:  # else some of what it repeats may not have been taken
                 self.read.add(path)
+        if packs:
+            self._catalogue.add(packs, self.since)
         if found.deleted:
             self._catalogue.lose_packs(found.deleted, found.stamp)
 
     def take(self, path: str, content: bytes) -> None:
         """Take in the content of a manifest."""
+        if packs := self._taken(path, content):
+            self._catalogue.add(packs, self.since)
+
+    def _taken(self, path: str, content: bytes) -> list[Pack]:
+        """Take in the content of a manifest but for its packs. Return those that are of use."""
         manifest = Manifest.from_bytes(content)
         was_early = self._too_early.pop(path, None) is not None
         if manifest is not None and manifest.newest > self._now_ns() + MAX_AHEAD_NS:
             self._too_early[path] = manifest.newest - MAX_AHEAD_NS
             if not was_early:
                 logger.warning("a manifest is stamped far ahead, and is read later path=%s", path)
-            return
+            return []
         self.read.add(path)
         if manifest is None:
             self._num_foreign += 1
             self.not_understood.add(path)
             logger.warning("a manifest is not understood path=%s", path)
-            return
-        self._catalogue.apply_tombstones(manifest.tombstones)
+            return []
+        if manifest.tombstones:
+            self._catalogue.apply_tombstones(manifest.tombstones)
         if manifest.block_bytes != self._block_bytes:
             self._num_foreign += 1
-            return
+            return []
         since = self.since
-        packs = [pack for pack in manifest.packs if pack.stamp >= since and self._is_known(pack)]
-        self._catalogue.add(packs, since)
+        return [pack for pack in manifest.packs if pack.stamp >= since and self._is_known(pack)]
 
     def _is_known(self, pack: Pack) -> bool:
         """Return whether the codec and the key of a pack are known here."""
