@@ -15,6 +15,7 @@ import os
 import random
 import selectors
 import statistics
+import sys
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
@@ -434,7 +435,10 @@ def main(arguments: list[str] | None = None) -> None:
     logging.disable(logging.ERROR)
     times = tuple(options.times)
     run = real if options.seaweedfs else simulated
-    rows = [run(num, options.write_s, options.poll_s, times) for num in options.writers]
+    rows = []
+    for num in options.writers:
+        rows.append(run(num, options.write_s, options.poll_s, times))
+        print(rows[-1], file=sys.stderr, flush=True)
     report(
         options.json,
         "stores.manifests",

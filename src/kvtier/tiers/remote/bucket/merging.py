@@ -28,9 +28,9 @@ from kvtier.tiers.remote.bucket.manifests import MAX_BYTES, Manifest, Pack, Tomb
 from kvtier.tiers.remote.bucket.object_store import Listed, Missing, ObjectStore, Taken
 from kvtier.tiers.remote.bucket.packs import PackName
 
-NUM_MERGED: Final = 64
+NUM_MERGED: Final = 16
 """As many manifests of about one size become one."""
-MAX_ENTRIES: Final = 1024
+MAX_ENTRIES: Final = 4096
 MAX_ENTRY_BYTES: Final = 16 << 20
 """Limits of what one object of the log brings. What is left comes with the next one."""
 NUM_KEPT: Final = 256
@@ -43,6 +43,9 @@ PATIENCE: Final = 2.5
 by chance, so that few do it at the same time."""
 MAX_RATE: Final = 400.0
 """Manifests per second that one merger can take in. If more arrive, all publish less often."""
+READS_PER_S: Final = 2000.0
+"""Reads of new objects of the log per second, by all processes, up to which each second has one.
+More processes get one less often, but once in a poll at least: S3 promises 5,500 for a prefix."""
 PACE_POLLS: Final = 3.0
 """Polls over which the rate is measured."""
 
@@ -76,6 +79,9 @@ class Merger:
         self._num_arrived = 0
         self._pace_ms = 0
         self._paced_s = 0.0
+        self._writers: set[str] = set()
+        self._num_writers = 0
+        self._counted_s = 0.0
 
     @property
     def is_merger(self) -> bool:
@@ -177,7 +183,9 @@ class Merger:
             self._idle_s = min(1.5 * self._idle_s, max(self._poll_s / 2, self._publish_s))
             return
         if entries or deleted:
-            self._idle_s = 0.0 if self._num_left else self._publish_s
+            self._count_writers(entries)
+            wanted_s = min(self._poll_s, self._num_writers / READS_PER_S)
+            self._idle_s = 0.0 if self._num_left else max(self._publish_s, wanted_s)
         self._set_pace()
         made = LogObject(
             sync.writer,
@@ -194,6 +202,14 @@ class Merger:
             await self._compact([each for each in listed if each.path in are_out | sync.logged])
             if not sync.position % TRIM_EVERY and await self._check_newest():
                 await self._trim()
+
+    def _count_writers(self, entries: Sequence[tuple[str, bytes]]) -> None:
+        """Count the processes that have written in the last minutes."""
+        self._writers |= {path.rpartition("/")[0] for path, _ in entries}
+        self._num_writers = max(self._num_writers, len(self._writers))
+        if _now() - self._counted_s > LIST_S:
+            self._num_writers, self._counted_s = len(self._writers), _now()
+            self._writers.clear()
 
     async def _make_room(self, entries: Sequence[tuple[str, bytes]]) -> list[PackName]:
         """Count new packs, and delete some if there is too little room. Return their names."""
