@@ -689,6 +689,8 @@ def test_process_without_a_capacity_leaves_the_packs_to_one_that_has(folder: Fol
         assert User(without).put(number) == [THERE]
     wait_until(lambda: used_bytes(folder) <= 10 * 4352)
     assert bounded._upkeep.merger.is_merger
+    assert bounded.findings()[2].found == "0.00 of 0.00 GiB"
+    assert len(without.findings()) == 2
 
 
 def test_capacity_below_four_packs_is_refused(folder: Folder) -> None:

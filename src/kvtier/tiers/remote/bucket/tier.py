@@ -191,6 +191,7 @@ class BucketTier(StoreTier):
         return [
             Finding(f"{self.name} tier", f"{self._location}: {found}", note),
             Finding(f"{self.name} store", self._upkeep.state, request),
+            *([Finding(f"{self.name} capacity", usage)] if (usage := self._upkeep.usage) else []),
         ]
 
     def exchange(self, timeout_s: float) -> None:

@@ -77,6 +77,15 @@ class Upkeep:
         return self._trouble or (f"only read: {self._unwritable}" if self._unwritable else IN_USE)
 
     @property
+    def usage(self) -> str:
+        """How much of the capacity is used, in words; "" without one."""
+        last = self._exchange.last
+        if not self._capacity:
+            return ""
+        used = f"{last.used_bytes / 2**30:,.2f}" if last is not None and last.touch_s else "?"
+        return f"{used} of {self._capacity / 2**30:,.2f} GiB"
+
+    @property
     def takes_writes(self) -> bool:
         """Whether a write may succeed now."""
         return self.is_sound and time.monotonic() >= self._next_write_s
