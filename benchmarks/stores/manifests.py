@@ -265,7 +265,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Row:
-    """What a fleet of ``writers`` processes asks, and how late its readers are.
+    """Requests of a fleet of ``writers`` processes, and the staleness of its readers.
 
     Requests are means per second, and maxima of a second, without those of packs.
     staleness: seconds from a write until a reader knows of it.

@@ -79,7 +79,7 @@ class MemoryStore(ObjectStore):
 
 @dataclass
 class Process:
-    """What a process has of the protocol, without a tier."""
+    """The exchange of manifests of one process, without a tier."""
 
     store: MemoryStore
     block_bytes: int = BLOCK_BYTES

@@ -78,7 +78,7 @@ class Upkeep:
 
     @property
     def usage(self) -> str:
-        """How much of the capacity is used, in words; "" without one."""
+        """Share of the capacity that is used, in words; "" without a capacity."""
         last = self._exchange.last
         if not self._capacity:
             return ""
