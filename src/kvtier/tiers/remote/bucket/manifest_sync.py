@@ -84,6 +84,9 @@ class ManifestSync:
         self._number = 0
         self._publishing = asyncio.Lock()
         self._list_at_s = 0.0
+        self._has_all = False
+        """Whether all manifests that the log has brought were taken, so that one that only repeats
+        them need not be read."""
         self.position = 0
         self.last: LogObject | None = None
         self.seen_s = float("-inf")
@@ -198,11 +201,15 @@ class ManifestSync:
 
         Raises what ``ObjectStore`` raises; manifests read before the error count.
         """
+        if self.last is not None:
+            await self.follow()
         objects = await self._objects.listed(FOLDER)
         newest = max((number_of(each.path) for each in objects), default=0)
         self.must_list = False  # from here on, others may set it again
-        # The list below has what these objects bring. The newest one tells whose the log is.
-        self.position = max(0, newest - 1)
+        has_skipped = self.last is None or newest != self.position
+        if has_skipped:
+            # The list below has what these objects bring. The newest one tells whose the log is.
+            self.position = max(0, newest - 1)
         covered_s = await self._covered_s(newest) if are_followed else float("inf")
         listed = await self.list_manifests()
         now = self._now_ns()
@@ -211,14 +218,13 @@ class ManifestSync:
             for each in listed
             if each.path not in self.read and self._too_early.get(each.path, 0) <= now
         ]
-        delay_s = LIST_S * random.uniform(0.75, 1.25)
         old = [each for each in unread if each.written_s < covered_s - CLOCK_S]
-        if len(unread) - len(old) > FEW:
-            # The log brings most of the others within seconds. What it has brought already, at the
-            # very end of the time that it covers, is found by another list.
-            unread, delay_s = old, SOON_S
-        await self.get_each(unread, self.take)
+        # The next objects of the log bring the others. If some objects were skipped, these may have
+        # brought them already, which another list will show.
+        self._has_all = not has_skipped or len(unread) - len(old) <= FEW
+        await self.get_each(unread if has_skipped and self._has_all else old, self.take)
         await self.follow()
+        delay_s = LIST_S * random.uniform(0.75, 1.25) if self._has_all else SOON_S
         self._list_at_s = asyncio.get_running_loop().time() + delay_s
 
     async def _covered_s(self, number: int) -> float:
@@ -290,7 +296,7 @@ class ManifestSync:
                 continue
             if content:
                 packs += self._taken(path, content)
-            elif not self._too_early:  # else some of what it repeats may not have been taken
+            elif self._has_all and not self._too_early:
                 self.read.add(path)
         if packs:
             self._catalogue.add(packs, self.since)
