@@ -213,13 +213,16 @@ class Watched(Catalogue):
     def __init__(self, written: dict[bytes, float], late: list[tuple[float, float]]) -> None:
         super().__init__(1)
         self._written, self._late = written, late
+        self._known: set[bytes] = set()
 
     def add(self, packs: Sequence[Pack], since: int = 0) -> None:
         del since
         now = asyncio.get_running_loop().time()
         for pack in packs:
-            began = self._written.get(pack.keys[:1].tobytes())
-            if began is not None and began < now:
+            key = pack.keys[:1].tobytes()
+            began = self._written.get(key)
+            if began is not None and began < now and key not in self._known:
+                self._known.add(key)
                 self._late.append((began, now - began))
 
 
