@@ -493,6 +493,7 @@ def site(location: str) -> StorageSite:
         ("///proc/kv", "/proc/kv"),
         ("///mnt/kv?endpoint=http://x", "no option is called 'endpoint'"),
         ("///mnt/kv?requests=0", "requests is 1 at least"),
+        ("///mnt/kv?capacity=1GiB&poll_s=0", "a capacity needs poll_s above 0"),
     ],
 )
 def test_place_that_can_not_be_meant_is_one_sentence(location: str, sentence: str) -> None:

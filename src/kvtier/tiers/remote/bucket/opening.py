@@ -187,6 +187,8 @@ def check_directory(location: Location, options: DirectoryOptions) -> None:
             f"storage: {location}: capacity of {options.capacity:,} bytes is below {MIN_PACKS} "
             f"packs of {options.pack_bytes:,} bytes; raise it, or lower pack_bytes"
         )
+    if options.capacity and not options.poll_s:
+        raise ConfigError(f"storage: {location}: a capacity needs poll_s above 0")
     _check_options(location, options)
 
 
