@@ -11,12 +11,14 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.stores.clients import MIB, Measured, measure
+from benchmarks.stores.directories import DirectoryPlace
 from benchmarks.stores.registered_memory import MooncakePlace, NixlPlace
 from benchmarks.stores.servers import ClusterPlace, Place, S3Place, ValkeyPlace
 
 SIZES = {"64 KiB": MIB // 16, "1 MiB": MIB, "2.5 MiB": 5 * MIB // 2}
 STORES: dict[str, type[Place]] = {
-    place.name: place for place in (ValkeyPlace, ClusterPlace, S3Place, MooncakePlace, NixlPlace)
+    place.name: place
+    for place in (ValkeyPlace, ClusterPlace, S3Place, DirectoryPlace, MooncakePlace, NixlPlace)
 }
 
 

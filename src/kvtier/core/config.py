@@ -226,8 +226,9 @@ class StoreConfig:
     storage: str | Sequence[str] = setting(
         (),
         'Stores for KV that other servers may share, below the disk, fastest first: "valkey://host"'
-        ', "s3://bucket/prefix" (also gs:// and az://), or "plug-in:location" with an entry point '
-        'of kvtier.tiers. "name=..." names the tier. Give a password in the environment, not here.',
+        ', "s3://bucket/prefix" (also gs:// and az://), "dir:///mnt/shared/kv?capacity=2TiB", or '
+        '"plug-in:location" with an entry point of kvtier.tiers. "name=..." names the tier. Give a '
+        "password in the environment, not here.",
         shown="none",
         advice='write a URL such as "valkey://host", or a list of them',
         is_secret=True,

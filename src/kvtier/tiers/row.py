@@ -29,7 +29,9 @@ from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.tiers.wrappers.coded import open_coded
 
 BUCKETS: Final = ("s3", "gs", "az")
-STORES: Final = frozenset({"valkey", "valkeys", "redis", "rediss", *BUCKETS, "mooncake", "nixl"})
+STORES: Final = frozenset(
+    {"valkey", "valkeys", "redis", "rediss", *BUCKETS, "dir", "mooncake", "nixl"}
+)
 """Plug-ins of kvtier's own for stores."""
 PACKAGES: Final = {**dict.fromkeys(BUCKETS, "obstore"), "mooncake": "mooncake", "nixl": "nixl"}
 """Packages that plug-ins need. The extras have the names of the plug-ins."""

@@ -66,8 +66,7 @@ class TestS3(CodedStoreTests):
 
     def learn(self, tier: StorageTier) -> None:
         assert isinstance(tier, BucketTier)
-        tier._exchange._read.clear()
-        tier._exchange._own = [[]]
+        tier._exchange.read.clear()
         tier.exchange(TIMEOUT_S)
 
     def is_meant(self, value: bytes, original: bytes) -> bool:

@@ -70,7 +70,7 @@ def test_flipped_bits_never_become_wrong_bytes(bucket: Bucket) -> None:
             assert outcomes.count(DAMAGED) == 1, "the others are right"
         if DAMAGED in outcomes:
             assert User(tier).find(*numbers).count(ABSENT) == outcomes.count(DAMAGED)
-            tier._exchange._read.clear()
+            tier._exchange.read.clear()
             tier.exchange(30)
     assert seen == {THERE, DAMAGED}
     bucket.write(path, content[:-100])

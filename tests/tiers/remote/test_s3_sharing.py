@@ -14,7 +14,6 @@ from kvtier.core.errors import TierError
 from kvtier.layout import DType, full_attention
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
-from kvtier.tiers.remote.bucket import manifest_sync as exchange_module
 from kvtier.tiers.remote.bucket.packs import pack_path
 from kvtier.tiers.remote.bucket.tier import BucketTier
 from kvtier.tiers.remote.envelope import as_keys
@@ -192,29 +191,6 @@ def test_blocks_of_another_size_are_others(bucket: Bucket) -> None:
     tier = bucket.tier()
     assert User(tier).find(0) == [ABSENT]
     assert any("manifest" in finding.note for finding in tier.findings())
-
-
-def test_many_manifests_become_few(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "NUM_MERGED", 4)
-    tier, reader = bucket.tier(), bucket.tier()
-    for number in range(21):
-        User(tier).put(number)
-        if number == 10:
-            User(tier).drop(3, for_good=True)
-        tier.exchange(TIMEOUT_S)
-        tier._loop.run(tier._exchange.merge, TIMEOUT_S)
-        if number % 5 == 0:
-            reader.exchange(TIMEOUT_S)
-    assert len(bucket.paths("manifests")) <= 6
-    reader.exchange(TIMEOUT_S)
-    expected = [number for number in range(21) if number != 3]
-    late = bucket.tier()
-    for each in (reader, late):
-        assert User(each).found(*range(22)) == expected
-        assert User(each).get(*expected) == [THERE] * 20
-    for each in (tier, reader, late):
-        each.check_invariants()
-        each.close()
 
 
 def test_manifests_that_are_none_are_passed_over(bucket: Bucket) -> None:

@@ -13,3 +13,7 @@ class Unreachable(Exception):  # noqa: N818 - an outcome
 
 class Unsound(Exception):  # noqa: N818 - an outcome
     """The store does not behave as required and must not be used."""
+
+
+class Unwritable(Exception):  # noqa: N818 - an outcome
+    """The store is full or read-only now. Reads are not affected."""

@@ -85,7 +85,8 @@ def read_location(scheme: str, rest: str) -> Location:
             password may be anywhere in it.
     """
     if not rest.startswith("//"):
-        raise ConfigError(f'storage: {scheme}: no place; write it as "{scheme}://host"')
+        example = "/mnt/shared/kv" if scheme == "dir" else "host"
+        raise ConfigError(f'storage: {scheme}: no place; write it as "{scheme}://{example}"')
     authority = AUTHORITY.match(rest)
     behind = rest[authority.end() :] if authority else ""
     if "#" in rest or "@" in behind:

@@ -23,7 +23,7 @@ from kvtier.core.types import BlockKey, BlockName
 from kvtier.layout import opaque
 from kvtier.tiers.codecs.codec import Uint8s
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.bucket.opening import SERVICES, endpoint_of
+from kvtier.tiers.remote.bucket.opening import PACK_STORES, SERVICES, endpoint_of
 from kvtier.tiers.remote.keeper import StoreKeeper
 from kvtier.tiers.remote.location import read_location, read_options
 from kvtier.tiers.remote.pruning import SCHEMES, make_keeper
@@ -103,7 +103,7 @@ def migrate(source: StoreAccess, target: StoreAccess, note: Note, is_real: bool 
     try:
         keeper.test()
         where = keeper.where
-        can_be_same = split_storage(target.url)[1] in (*SCHEMES, *SERVICES)
+        can_be_same = split_storage(target.url)[1] in (*SCHEMES, *PACK_STORES)
         batches = _with_mark(keeper, target) if is_real and can_be_same else _batches(keeper)
     finally:
         keeper.close()

@@ -13,7 +13,7 @@ from math import inf
 from typing import Final
 
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.remote.bucket.opening import SERVICES, check_location
+from kvtier.tiers.remote.bucket.opening import PACK_STORES
 from kvtier.tiers.remote.keeper import Entry, StoreKeeper
 from kvtier.tiers.remote.location import read_location, read_options
 from kvtier.tiers.remote.valkey.connection_pool import ValkeyOptions
@@ -67,17 +67,14 @@ def make_keeper(url: str) -> StoreKeeper:
 
         location = read_location(SCHEMES[scheme], rest)
         return ValkeyKeeper(location, read_options(ValkeyOptions, location))
-    if scheme in SERVICES:
-        location = read_location(scheme, rest)
-        options = read_options(SERVICES[scheme].options, location)
-        check_location(location, options)
-        from kvtier.tiers.remote.bucket.keeper import BucketKeeper  # needs the client
+    if scheme in PACK_STORES:
+        from kvtier.tiers.remote.bucket.keeper import BucketKeeper
 
-        return BucketKeeper(location, options)
+        return BucketKeeper(*PACK_STORES[scheme].read(rest))
     shown = repr(scheme) if re.fullmatch(r"[\w.-]+", scheme) and rest else "this"
     raise ConfigError(
         f"{shown} is no store that can be looked after from here; give a URL that begins "
-        f"with {'://, '.join((*SERVICES, *sorted(SCHEMES)))}://"
+        f"with {'://, '.join((*PACK_STORES, *sorted(SCHEMES)))}://"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final
@@ -210,6 +210,14 @@ class Catalogue:
             (slot,) = self._table.find(as_keys([key])).tolist()
             if slot >= 0 and self._rows[row := int(self._row_of[slot])].name == pack:
                 self._leave(np.flatnonzero(self._row_of == row))
+
+    def lose_packs(self, names: Collection[PackName], stamp: int) -> None:
+        """Remove the blocks of deleted packs that are not newer than ``stamp``."""
+        gone = set(names)
+        with self._lock:
+            rows = [at for at, row in self._rows.items() if row.stamp <= stamp and row.name in gone]
+            if rows:
+                self._leave(np.flatnonzero(np.isin(self._row_of, rows)))
 
     def apply_tombstones(self, tombstones: Sequence[Tombstone]) -> list[PackName]:
         """Remove blocks from packs that are not newer than their tombstones.

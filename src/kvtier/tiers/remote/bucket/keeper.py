@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from kvtier.core.errors import CacheError, ConfigError
+from kvtier.tiers.remote.bucket.manifest_log import FOLDER
 from kvtier.tiers.remote.bucket.manifests import MAX_BYTES, Manifest
-from kvtier.tiers.remote.bucket.objects import Listed, Missing, Objects, Taken
-from kvtier.tiers.remote.bucket.opening import BucketOptions
+from kvtier.tiers.remote.bucket.object_store import Listed, Missing, Taken, make_objects
+from kvtier.tiers.remote.bucket.opening import PackOptions
 from kvtier.tiers.remote.bucket.packs import MAX_BLOCKS, PackShape, contents_of, pack_path
-from kvtier.tiers.remote.bucket.upkeep import refusal
-from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
+from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound, Unwritable
 from kvtier.tiers.remote.keeper import Entry, EntryBlocks, StoreKeeper
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.requests import settle_at_exit
@@ -37,11 +37,10 @@ class BucketKeeper(StoreKeeper):
     kind = "pack"
     age = "written {} ago"
 
-    def __init__(self, location: Location, options: BucketOptions) -> None:
+    def __init__(self, location: Location, options: PackOptions) -> None:
         settle_at_exit()
         self.where = str(location)
-        self._bucket = location.host
-        self._objects = Objects(location, options)
+        self._objects = make_objects(location, options)
         # Listed before the packs, so that all packs of these manifests are in the later list.
         self._manifests: list[Listed] = []
         self._packs: set[str] = set()
@@ -102,6 +101,9 @@ class BucketKeeper(StoreKeeper):
         ]
         if is_real:
             self._asked(self._objects.delete(useless))
+            if len(useless) == len(self._manifests):  # then the log, too, tells of nothing
+                log = self._asked(self._objects.listed(FOLDER))
+                self._asked(self._objects.delete([each.path for each in log]))
         return len(useless)
 
     async def _read(self, listed: Listed) -> Manifest | None:
@@ -117,8 +119,8 @@ class BucketKeeper(StoreKeeper):
         try:
             return asyncio.run(request)
         except (Refused, Unsound) as error:
-            raise ConfigError(f"{self.where}: {refusal(error, self._bucket)}") from None
-        except (Missing, Taken, Unreachable) as error:
+            raise ConfigError(f"{self.where}: {self._objects.explain(error)}") from None
+        except (Missing, Taken, Unreachable, Unwritable) as error:
             raise CacheError(f"{self.where} does not answer: {error}") from None
 
     def close(self) -> None:

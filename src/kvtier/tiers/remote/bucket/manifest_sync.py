@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Final
 
 from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW
 from kvtier.tiers.remote.bucket.catalogue import Catalogue
+from kvtier.tiers.remote.bucket.manifest_log import FOLDER, LogObject, log_path, number_of
 from kvtier.tiers.remote.bucket.manifests import MAX_BYTES, Manifest, Pack, Tombstone, manifest_path
-from kvtier.tiers.remote.bucket.objects import Listed, Missing, Objects, Taken
+from kvtier.tiers.remote.bucket.object_store import Listed, Missing, ObjectStore, Taken
 from kvtier.tiers.remote.bucket.packs import PackCoding, PackName
 from kvtier.tiers.storage import Keys
 
@@ -23,7 +24,14 @@ logger = logging.getLogger(__name__)
 
 NUM_READS: Final = 16
 """Concurrent reads of manifests."""
-NUM_MERGED: Final = 64
+CLOCK_S: Final = 2.0
+"""Resolution of a store's clock, and about the difference between those of its servers."""
+FEW: Final = 64
+"""New manifests up to this many are read by their names, even if the log may bring them."""
+SOON_S: Final = 15.0
+"""Time until the manifests are listed again, if more were left to the log."""
+LIST_S: Final = 600.0
+"""About how often a process lists all manifests, in case that the log lacks one."""
 MAX_AHEAD_NS: Final = 15 * 60 * 10**9
 """A manifest whose stamp is further in the future is ignored until then: this process's own stamps
 would have to follow it. S3 refuses clients whose clock is off by this much."""
@@ -31,6 +39,17 @@ would have to follow it. S3 refuses clients whose clock is off by this much."""
 
 class ManifestSync:
     """Publishes what this process writes, and reads what others have published.
+
+    A process lists the manifests when it starts. Then it follows the log, in which one of the
+    processes (see ``merging``) puts the manifests of all: a request for the next object per poll.
+
+    position: number of the newest object of the log that was read.
+    last: that object; None if there is none, or if it was not understood.
+    seen_s: when it was read, by the loop's clock.
+    read: paths of manifests whose content is known here.
+    logged: paths of manifests that are in the log.
+    not_understood: paths of manifests that are damaged or of another version.
+    must_list: whether the next poll lists all manifests.
 
     The coroutines run in one event loop; other methods are thread-safe.
 
@@ -42,7 +61,7 @@ class ManifestSync:
 
     def __init__(
         self,
-        objects: Objects,
+        objects: ObjectStore,
         catalogue: Catalogue,
         block_bytes: int,
         max_age_ns: int = 0,
@@ -63,15 +82,28 @@ class ManifestSync:
         self._packs: list[Pack] = []
         self._tombstones: dict[BlockKey, Tombstone] = {}
         self._number = 0
-        self._read: set[str] = set()
         self._publishing = asyncio.Lock()
-        self._own: list[list[str]] = [[]]
-        """Existing manifests of this process: small ones, merged ones, and so on."""
+        self._list_at_s = 0.0
+        self._has_all = False
+        """Whether all manifests that the log has brought were taken, so that one that only repeats
+        them need not be read."""
+        self.position = 0
+        self.last: LogObject | None = None
+        self.seen_s = float("-inf")
+        self.read: set[str] = set()
+        self.logged: set[str] = set()
+        self.not_understood: set[str] = set()
+        self.must_list = True
 
     @property
     def since(self) -> int:
         """Stamp of the oldest usable pack; 0 for any."""
         return max(0, self._now_ns() - self._max_age_ns) if self._max_age_ns else 0
+
+    @property
+    def pace_s(self) -> float:
+        """Shortest interval at which a process should publish, as the merger asks for."""
+        return self.last.pace_ms / 1e3 if self.last is not None else 0.0
 
     @property
     def num_unread(self) -> int:
@@ -101,33 +133,42 @@ class ManifestSync:
             self._tombstones.update((tombstone.key, tombstone) for tombstone in tombstones)
         return self._catalogue.apply_tombstones(tombstones)
 
+    def next_stamp(self) -> int:
+        """Return a stamp that is newer than all known ones."""
+        return self._catalogue.next_stamp(self._now_ns())
+
     async def publish(self) -> None:
-        """Publish what is pending. Raises what ``Objects`` raises; it stays pending then."""
+        """Publish what is pending. Raises what ``ObjectStore`` raises; it stays pending then."""
         async with self._publishing:
             with self._lock:
                 packs, tombstones = self._packs[:], list(self._tombstones.values())
             if not packs and not tombstones:
                 return
-            for content in self._contents(packs, tombstones):
-                self._own[0].append(await self._write(content))
+            for content in self.contents(self._block_bytes, packs, tombstones):
+                await self.write(content)
             with self._lock:
                 del self._packs[: len(packs)]
                 for tombstone in tombstones:
                     if self._tombstones.get(tombstone.key) is tombstone:
                         del self._tombstones[tombstone.key]
 
-    def _contents(self, packs: Sequence[Pack], tombstones: Sequence[Tombstone]) -> list[bytes]:
+    @staticmethod
+    def contents(
+        block_bytes: int, packs: Iterable[Pack], tombstones: Sequence[Tombstone]
+    ) -> list[bytes]:
         """Return the manifests of packs and tombstones.
 
         Coded packs have one of their own: versions of kvtier that can't read them read the rest.
         """
-        plain = [pack for pack in packs if pack.coding is None]
-        coded = [pack for pack in packs if pack.coding is not None]
-        made = [Manifest(self._block_bytes, plain, tombstones)] if plain or tombstones else []
-        made += [Manifest(self._block_bytes, coded)] if coded else []
+        plain: list[Pack] = []
+        coded: list[Pack] = []
+        for pack in packs:
+            (plain if pack.coding is None else coded).append(pack)
+        made = [Manifest(block_bytes, plain, tombstones)] if plain or tombstones else []
+        made += [Manifest(block_bytes, coded)] if coded else []
         return [each.to_bytes() for each in made]
 
-    async def _write(self, content: bytes) -> str:
+    async def write(self, content: bytes) -> str:
         """Write a manifest and return its path.
 
         An existing manifest is never overwritten: a copy of this process (a virtual machine's
@@ -136,93 +177,159 @@ class ManifestSync:
         while True:
             path = manifest_path(self.writer, self._number)
             self._number += 1
-            self._read.add(path)
+            self.read.add(path)
             try:
                 await self._objects.put(path, content, create=True)
             except Taken:
                 continue
             return path
 
-    async def merge(self) -> None:
-        """Merge manifests of this process, so that listings stay short.
-
-        ``NUM_MERGED`` small ones become one, then as many merged ones. Raises what ``Objects``
-        raises.
-        """
-        for level, paths in enumerate(self._own):
-            if len(paths) >= NUM_MERGED:
-                await self._merge(level, paths[:NUM_MERGED])
-
-    async def _merge(self, level: int, paths: Sequence[str]) -> None:
-        contents = []
-        for path in paths:
-            with suppress(Missing):  # deleted by the bucket's lifecycle rules
-                contents.append(await self._objects.get(path))
-        read = [each for each in map(Manifest.from_bytes, contents) if each is not None]
-        if sum(map(len, contents)) > MAX_BYTES or not read:
-            del self._own[level][: len(paths)]  # keep them unmerged
-            return
-        since = self.since
-        packs = [pack for each in read for pack in each.packs if pack.stamp >= since]
-        tombstones = {tombstone.key: tombstone for each in read for tombstone in each.tombstones}
-        if level + 1 == len(self._own):
-            self._own.append([])
-        for content in self._contents(packs, list(tombstones.values())):
-            self._own[level + 1].append(await self._write(content))
-        del self._own[level][: len(paths)]
-        await self._objects.delete(paths)
-
     async def poll(self) -> None:
         """Read newly published manifests of others.
 
-        Raises what ``Objects`` raises; manifests read before the error count.
+        Raises what ``ObjectStore`` raises; manifests read before the error count.
         """
-        before = set(self._read)
+        if self.must_list or asyncio.get_running_loop().time() >= self._list_at_s:
+            await self.read_all(are_followed=True)
+        else:
+            await self.follow()
+
+    async def read_all(self, are_followed: bool = False) -> None:
+        """List the manifests, and read those that are not known. Go to the end of the log.
+
+        are_followed: leave out those that the next objects of the log will bring.
+
+        Raises what ``ObjectStore`` raises; manifests read before the error count.
+        """
+        if self.last is not None:
+            await self.follow()
+        objects = await self._objects.listed(FOLDER)
+        newest = max((number_of(each.path) for each in objects), default=0)
+        self.must_list = False  # from here on, others may set it again
+        has_skipped = self.last is None or newest != self.position
+        if has_skipped:
+            # The list below has what these objects bring. The newest one tells whose the log is.
+            self.position = max(0, newest - 1)
+        covered_s = await self._covered_s(newest) if are_followed else float("inf")
+        listed = await self.list_manifests()
+        now = self._now_ns()
+        unread = [
+            each
+            for each in listed
+            if each.path not in self.read and self._too_early.get(each.path, 0) <= now
+        ]
+        old = [each for each in unread if each.written_s < covered_s - CLOCK_S]
+        # The next objects of the log bring the others. If some objects were skipped, these may have
+        # brought them already, which another list will show.
+        self._has_all = not has_skipped or len(unread) - len(old) <= FEW
+        await self.get_each(unread if has_skipped and self._has_all else old, self.take)
+        await self.follow()
+        delay_s = LIST_S * random.uniform(0.75, 1.25) if self._has_all else SOON_S
+        self._list_at_s = asyncio.get_running_loop().time() + delay_s
+
+    async def _covered_s(self, number: int) -> float:
+        """Return the time up to which the log has all manifests, if it ends with this object."""
+        try:
+            found = LogObject.from_bytes(await self._objects.get(log_path(number)))
+        except Missing:
+            found = None
+        return found.covered_ns / 1e9 if found is not None and found.covered_ns else float("inf")
+
+    async def list_manifests(self) -> list[Listed]:
+        """Return all manifests, and forget those that are gone."""
+        known = [self.read, self.logged, self.not_understood]
+        before = [set(paths) for paths in known]
         listed = await self._objects.listed("manifests")
         there = {each.path for each in listed}
-        self._read -= before - there  # they are gone
+        for paths, old in zip(known, before, strict=True):
+            paths -= old - there
         self._too_early = {path: at for path, at in self._too_early.items() if path in there}
+        return listed
+
+    async def get_each(
+        self, listed: Iterable[Listed], take: Callable[[str, bytes], object]
+    ) -> None:
+        """Read manifests, and call ``take`` with each.
+
+        One that is gone meanwhile is in another one by now: all are listed again.
+        """
         few = asyncio.Semaphore(NUM_READS)
 
-        async def read(listed: Listed) -> None:
+        async def get(each: Listed) -> None:
+            if each.num_bytes > MAX_BYTES:
+                take(each.path, b"")
+                return
             async with few:
-                await self._read_one(listed.path, listed.num_bytes)
+                try:
+                    content = await self._objects.get(each.path)
+                except Missing:
+                    self.must_list = True
+                    return
+            take(each.path, content)
 
-        now = self._now_ns()
-        reads = [
-            read(each)
-            for each in listed
-            if each.path not in self._read and self._too_early.get(each.path, 0) <= now
-        ]
-        for outcome in await asyncio.gather(*reads, return_exceptions=True):
+        for outcome in await asyncio.gather(*map(get, listed), return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def _read_one(self, path: str, size: int) -> None:
-        manifest = None
-        if size <= MAX_BYTES:
+    async def follow(self) -> None:
+        """Read the new objects of the log. Raises what ``ObjectStore`` raises."""
+        while True:
             try:
-                manifest = Manifest.from_bytes(await self._objects.get(path))
+                content = await self._objects.get(log_path(self.position + 1))
             except Missing:
                 return
+            self.advance(LogObject.from_bytes(content))
+
+    def advance(self, found: LogObject | None) -> None:
+        """Take in the next object of the log. found: None for one that is not understood."""
+        self.position += 1
+        self.last = found
+        self.seen_s = asyncio.get_running_loop().time()
+        if found is None:
+            logger.warning("an object of the log is not understood number=%d", self.position)
+            self.must_list = True
+            return
+        packs: list[Pack] = []
+        for path, content in found.entries:
+            self.logged.add(path)
+            if path in self.read:
+                continue
+            if content:
+                packs += self._taken(path, content)
+            elif self._has_all and not self._too_early:
+                self.read.add(path)
+        if packs:
+            self._catalogue.add(packs, self.since)
+        if found.deleted:
+            self._catalogue.lose_packs(found.deleted, found.stamp)
+
+    def take(self, path: str, content: bytes) -> None:
+        """Take in the content of a manifest."""
+        if packs := self._taken(path, content):
+            self._catalogue.add(packs, self.since)
+
+    def _taken(self, path: str, content: bytes) -> list[Pack]:
+        """Take in the content of a manifest but for its packs. Return those that are of use."""
+        manifest = Manifest.from_bytes(content)
         was_early = self._too_early.pop(path, None) is not None
         if manifest is not None and manifest.newest > self._now_ns() + MAX_AHEAD_NS:
             self._too_early[path] = manifest.newest - MAX_AHEAD_NS
             if not was_early:
                 logger.warning("a manifest is stamped far ahead, and is read later path=%s", path)
-            return
-        self._read.add(path)
+            return []
+        self.read.add(path)
         if manifest is None:
             self._num_foreign += 1
+            self.not_understood.add(path)
             logger.warning("a manifest is not understood path=%s", path)
-            return
-        self._catalogue.apply_tombstones(manifest.tombstones)
+            return []
+        if manifest.tombstones:
+            self._catalogue.apply_tombstones(manifest.tombstones)
         if manifest.block_bytes != self._block_bytes:
             self._num_foreign += 1
-            return
+            return []
         since = self.since
-        packs = [pack for pack in manifest.packs if pack.stamp >= since and self._is_known(pack)]
-        self._catalogue.add(packs, since)
+        return [pack for pack in manifest.packs if pack.stamp >= since and self._is_known(pack)]
 
     def _is_known(self, pack: Pack) -> bool:
         """Return whether the codec and the key of a pack are known here."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -33,6 +31,7 @@ except ImportError as error:
 
 from kvtier.core.system.hosts import is_local
 from kvtier.tiers.remote.bucket.manifests import MAX_BYTES
+from kvtier.tiers.remote.bucket.object_store import Listed, Missing, ObjectStore, Taken
 from kvtier.tiers.remote.bucket.opening import (
     SERVICES,
     AzureOptions,
@@ -58,9 +57,6 @@ MAX_LISTED: Final = 1 << 24
 """Limit of the entries of one list."""
 NUM_RETRIES: Final = 2
 RETRY_S: Final = 5.0
-PROBE_PATH: Final = "self-test/probe"
-"""Object of the self-test, shared by all processes; its content never changes."""
-PROBE: Final = bytes(range(64))
 WRONG_SETTINGS: Final = frozenset(
     {
         "AccessDenied",
@@ -95,28 +91,10 @@ WRONG_REGION: Final = frozenset(
 """Those that a bucket of another region is answered with."""
 
 
-class Missing(Exception):  # noqa: N818 - an outcome
-    """The object, or the requested version of it, does not exist."""
+class Objects(ObjectStore):
+    """Objects below a prefix in a bucket.
 
-
-class Taken(Exception):  # noqa: N818 - an outcome
-    """The object exists already."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """An object in a listing. written_s: unix time by the store's clock."""
-
-    path: str
-    num_bytes: int
-    written_s: float
-
-
-class Objects:
-    """Objects below a prefix.
-
-    All calls raise only ``Missing``, ``Taken``, ``Refused``, ``Unreachable`` or ``Unsound``. Of the
-    server's response, their messages contain only the error code.
+    Of the server's response, the messages of errors contain only its code.
 
     Credentials come from the environment or the machine's role or workload identity. Requests are
     signed unless ``AWS_SKIP_SIGNATURE`` or ``AZURE_SKIP_SIGNATURE`` is set.
@@ -126,6 +104,7 @@ class Objects:
 
     def __init__(self, location: Location, options: BucketOptions) -> None:
         self._service = SERVICES[location.scheme]
+        self._bucket = location.host
         try:
             self._store = _open_store(location, options)
         except Exception as error:
@@ -135,7 +114,6 @@ class Objects:
             ) from None
 
     async def put(self, path: str, content: object, create: bool = False) -> None:
-        """Write an object. create: raise ``Taken`` if it exists."""
         put = obstore.put_async(
             self._store,
             path,
@@ -146,20 +124,17 @@ class Objects:
         await self._asked(put)
 
     async def get(self, path: str) -> bytes:
-        """Return a whole, small object."""
         found = await self._asked(obstore.get_async(self._store, path))
         if found.meta["size"] > MAX_BYTES:
             raise Refused("it is too large")
         return bytes(await self._asked(found.bytes_async()))
 
     async def part(self, path: str, start: int, end: int) -> memoryview:
-        """Return a range of bytes of an object, cut at its end."""
         return memoryview(
             await self._asked(obstore.get_range_async(self._store, path, start=start, end=end))
         )
 
     async def listed(self, path: str) -> list[Listed]:
-        """Return the objects below ``path``; a list that does not end is ``Unreachable``."""
         pages = obstore.list(self._store, path, chunk_size=PAGE)
         return [
             Listed(each["path"], each["size"], each["last_modified"].timestamp())
@@ -167,7 +142,6 @@ class Objects:
         ]
 
     async def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects; missing ones are ignored."""
         if not paths:
             return
         try:
@@ -177,24 +151,17 @@ class Objects:
                 with suppress(Missing):
                     await self._asked(obstore.delete_async(self._store, path))
 
-    async def self_test(self) -> float:
-        """Test that the store behaves as packs and manifests require.
-
-        Lists first, so that a missing bucket is reported by its name.
-
-        Returns the seconds of one request. Raises ``Unsound`` if the store cannot be relied on.
-        """
-        await self.listed("self-test")
-        await self._create_probe()
-        if await self._create_probe():
-            raise Unsound(
-                "it writes over an object that was only to be created: it ignores If-None-Match"
+    def explain(self, error: Refused | Unsound) -> str:
+        if isinstance(error, Unsound):
+            return f"this store can't be used: {error}"
+        if str(error) in NO_BUCKET:
+            return f"there is no bucket {self._bucket!r}; make it, or name another"
+        if str(error) in WRONG_REGION:
+            return (
+                f"the bucket {self._bucket!r} is in another region or at another address "
+                f"({error}); see the options region and endpoint"
             )
-        for _ in range(2):  # the second one has a connection
-            began = time.monotonic()
-            if await self.part(PROBE_PATH, 8, 24) != PROBE[8:24]:
-                raise Unsound("it answers a request for a part of an object with something else")
-        return time.monotonic() - began
+        return f"access was refused ({error}); see the credentials and the bucket's rules"
 
     async def _asked(self, answer: Awaitable[Result]) -> Result:
         try:
@@ -202,14 +169,6 @@ class Objects:
         except (BaseError, OSError, ValueError) as error:
             translated = _translated(error, self._service.credentials)
         raise translated  # outside ``except``: the original may quote the server
-
-    async def _create_probe(self) -> bool:
-        """Create the probe. Return whether it was created now."""
-        try:
-            await self.put(PROBE_PATH, PROBE, create=True)
-        except Taken:
-            return False
-        return True
 
 
 def _open_store(location: Location, options: BucketOptions) -> S3Store | GCSStore | AzureStore:

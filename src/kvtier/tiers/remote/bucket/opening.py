@@ -1,6 +1,7 @@
-"""Blocks in a bucket: ``storage="s3://bucket/prefix"``, ``"gs://..."`` or ``"az://..."``.
+"""Blocks in a bucket or a shared directory.
 
-S3 and compatible stores, Google Cloud Storage, and Azure, where a bucket is called a container.
+``storage="s3://bucket/prefix"`` (S3 and compatible stores), ``"gs://..."`` (Google Cloud Storage),
+``"az://..."`` (Azure, where a bucket is called a container) or ``"dir:///mnt/shared/kv"``.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvtier.core.errors import ConfigError
 from kvtier.tiers.remote.bucket.packs import PACK_BYTES
@@ -17,12 +18,9 @@ from kvtier.tiers.storage import StorageSite, StorageTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketOptions(StoreOptions):
-    """Options behind the ``?``, of every service."""
+class PackOptions(StoreOptions):
+    """Options behind the ``?`` of every store that keeps packs."""
 
-    endpoint: str = ""
-    """Address of the store, "http://host:port". Default: the variable of the service that names it,
-    then the service's own."""
     pack_bytes: int = PACK_BYTES
     """Approximate size of an object; at least one block. Like "16MiB"."""
     poll_s: float = 5.0
@@ -35,6 +33,15 @@ class BucketOptions(StoreOptions):
     expiration rule."""
     requests: int = 8
     """Packs that one call reads or writes concurrently; each takes memory meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketOptions(PackOptions):
+    """Options of every service that keeps buckets."""
+
+    endpoint: str = ""
+    """Address of the store, "http://host:port". Default: the variable of the service that names it,
+    then the service's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,14 @@ class AzureOptions(BucketOptions):
 
     account: str = ""
     """Storage account. Default: ``AZURE_STORAGE_ACCOUNT_NAME``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryOptions(PackOptions):
+    """Options of a shared directory."""
+
+    capacity: int = 0
+    """Maximum size of all packs, like "2TiB"; 0 for no limit. The same for all processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +103,24 @@ SERVICES: Final[Mapping[str, BucketService]] = {
     ),
 }
 """Services by the scheme of their URLs."""
+DIRECTORY: Final = "dir"
+"""Scheme of a shared directory."""
+MIN_PACKS: Final = 4
+"""Smallest capacity of a directory: with less, a pack is deleted as soon as it was written."""
 
 
-def _make(site: StorageSite, location: Location, options: BucketOptions) -> StorageTier:
+def _make(site: StorageSite, location: Location, options: PackOptions) -> StorageTier:
     if site.capacity_bytes < site.group.bytes_per_block:
         raise ConfigError(
             f"{site.name}: storage_capacity of {site.capacity_bytes} bytes is below one block "
             f"({site.group.bytes_per_block} bytes); raise it"
+        )
+    if isinstance(options, DirectoryOptions) and 0 < options.capacity < 2 * (
+        site.group.bytes_per_block
+    ):
+        raise ConfigError(
+            f"{site.name}: capacity of {options.capacity:,} bytes is below two blocks "
+            f"({site.group.bytes_per_block:,} bytes each); raise it"
         )
     from kvtier.tiers.remote.bucket.tier import BucketTier  # needs the client
 
@@ -134,10 +160,36 @@ def check_location(location: Location, options: BucketOptions) -> None:
         raise ConfigError(
             f"storage: {location}: credentials do not belong into {name}; set {credentials}"
         )
+    _check_options(location, options)
+
+
+def _check_options(location: Location, options: PackOptions) -> None:
     if options.requests < 1:
         raise ConfigError(f"storage: {location}: requests is 1 at least")
     if not options.publish_s:
         raise ConfigError(f"storage: {location}: publish_s is above 0")
+
+
+def check_directory(location: Location, options: DirectoryOptions) -> None:
+    """Raise ``ConfigError`` for a URL that names no directory. The file system is not read."""
+    if location.host:
+        shown = f"{location.host}/{location.path}".rstrip("/")
+        raise ConfigError(
+            f"storage: dir: {shown} is no absolute path; write three slashes, as in "
+            f'"dir:///{shown}"'
+        )
+    if not location.path or ".." in location.path.split("/"):
+        raise ConfigError(
+            'storage: dir: names no directory; write it as "dir:///mnt/shared/kv", without ".."'
+        )
+    if options.capacity and options.capacity < MIN_PACKS * options.pack_bytes:
+        raise ConfigError(
+            f"storage: {location}: capacity of {options.capacity:,} bytes is below {MIN_PACKS} "
+            f"packs of {options.pack_bytes:,} bytes; raise it, or lower pack_bytes"
+        )
+    if options.capacity and not options.poll_s:
+        raise ConfigError(f"storage: {location}: a capacity needs poll_s above 0")
+    _check_options(location, options)
 
 
 make_s3, make_google, make_azure = (
@@ -145,3 +197,12 @@ make_s3, make_google, make_azure = (
     for scheme, service in SERVICES.items()
 )
 """Makes the tier of ``storage="s3://bucket/prefix?option=value"``, of ``gs://`` and ``az://``."""
+make_directory = StorePlugin(DIRECTORY, DirectoryOptions, _make, check_directory)
+"""Makes the tier of ``storage="dir:///mnt/shared/kv?capacity=2TiB"``."""
+PACK_STORES: Final[Mapping[str, StorePlugin[Any]]] = {
+    "s3": make_s3,
+    "gs": make_google,
+    "az": make_azure,
+    DIRECTORY: make_directory,
+}
+"""Plug-ins of the stores that keep packs, by the scheme of their URLs."""

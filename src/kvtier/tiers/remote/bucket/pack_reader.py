@@ -14,7 +14,7 @@ from kvtier.core.types import BlockKey
 from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.bucket.catalogue import PackLocation
-from kvtier.tiers.remote.bucket.objects import Objects
+from kvtier.tiers.remote.bucket.object_store import ObjectStore
 from kvtier.tiers.remote.bucket.packs import Int64s, PackName, PackShape, pack_path
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Bools, Envelope, Headers
 from kvtier.tiers.storage import Keys, Outcome
@@ -96,7 +96,7 @@ class PackRequest:
 class PackReader:
     """Reads packs and caches their headers. Thread-safe."""
 
-    def __init__(self, objects: Objects, shape: PackShape, envelope: Envelope) -> None:
+    def __init__(self, objects: ObjectStore, shape: PackShape, envelope: Envelope) -> None:
         self._objects = objects
         self._shape = shape
         self._envelope = envelope

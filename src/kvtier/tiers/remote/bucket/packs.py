@@ -273,5 +273,14 @@ def pack_path(name: PackName) -> str:
     return f"packs/{key[:2]}/{key}-{digest}"
 
 
+def pack_name_of(path: str) -> PackName | None:
+    """Return the name of the pack at ``path``; None if no pack has this path."""
+    try:
+        name = PackName(bytes.fromhex(path.rpartition("/")[2].replace("-", "", 1)))
+    except ValueError:
+        return None
+    return name if len(name) == NAME_BYTES and pack_path(name) == path else None
+
+
 def _digest(content: bytes) -> bytes:
     return blake3(content).digest(DIGEST_BYTES)

@@ -18,13 +18,13 @@ from kvtier.devices.base import Finding
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.bucket.catalogue import Catalogue
 from kvtier.tiers.remote.bucket.manifest_sync import ManifestSync
-from kvtier.tiers.remote.bucket.objects import Missing, Objects
-from kvtier.tiers.remote.bucket.opening import BucketOptions
+from kvtier.tiers.remote.bucket.object_store import Missing, make_objects
+from kvtier.tiers.remote.bucket.opening import PackOptions
 from kvtier.tiers.remote.bucket.pack_reader import PackReader
 from kvtier.tiers.remote.bucket.packs import PackCoding, PackShape, pack_name, pack_path
 from kvtier.tiers.remote.bucket.upkeep import IN_USE, Upkeep
 from kvtier.tiers.remote.envelope import as_keys
-from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
+from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound, Unwritable
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.requests import RequestLoop
 from kvtier.tiers.remote.store_tier import ABSENT, DAMAGED, FAILED, THERE, StoreTier
@@ -33,6 +33,10 @@ from kvtier.tiers.storage import Outcome, StorageSite
 logger = logging.getLogger(__name__)
 
 CLOSE_S: Final = 3.0
+
+
+class NoRoom(Exception):  # noqa: N818 - an outcome
+    """A pack is not written, because others have to be deleted first."""
 
 
 class BucketTier(StoreTier):
@@ -44,11 +48,11 @@ class BucketTier(StoreTier):
     The calling threads copy: requests never access a caller's memory.
     """
 
-    def __init__(self, site: StorageSite, location: Location, options: BucketOptions) -> None:
+    def __init__(self, site: StorageSite, location: Location, options: PackOptions) -> None:
         super().__init__(site, location, options)
         self._shape = PackShape(self.bytes_per_block, options.pack_bytes)
         self._catalogue = Catalogue(self._num_blocks)
-        self._objects = Objects(location, options)
+        self._objects = make_objects(location, options)
         self._exchange = ManifestSync(
             self._objects,
             self._catalogue,
@@ -58,9 +62,9 @@ class BucketTier(StoreTier):
         )
         self._reader = PackReader(self._objects, self._shape, self._envelope)
         self._loop = RequestLoop(f"kvtier {self.name}", options.requests)
-        self._upkeep = Upkeep(location, self._objects, self._exchange, options.poll_s)
+        self._upkeep = Upkeep(location, self._objects, self._exchange, options)
         try:
-            self._upkeep.open(self._loop, options.publish_s)
+            self._upkeep.open(self._loop)
         except BaseException:
             self._loop.close(CLOSE_S)
             raise
@@ -89,7 +93,7 @@ class BucketTier(StoreTier):
 
     def _write(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         end_s, outcomes = time.monotonic() + timeout_s, [FAILED] * len(keys)
-        if not self._upkeep.is_sound:
+        if not self._upkeep.takes_writes:
             return outcomes
         num = self._shape.num_blocks
         parts = [slice(at, at + num) for at in range(0, len(keys), num)]
@@ -101,6 +105,7 @@ class BucketTier(StoreTier):
             written = keys[parts[at]]
             self._exchange.add(as_keys(written), result)
             outcomes[parts[at]] = [THERE] * len(written)
+            self._upkeep.note_write("")
         return outcomes
 
     def _write_pack(
@@ -108,9 +113,12 @@ class BucketTier(StoreTier):
     ) -> Coroutine[Any, Any, PackCoding | None]:
         """Copy the blocks at once, on the caller's thread. Return the coroutine that writes."""
         content, coding = self._shape.build(keys, blocks, self._envelope)
+        has_room = self._upkeep.reserve(len(content))
         path = pack_path(pack_name(as_keys(keys), coding))
 
         async def write() -> PackCoding | None:
+            if not has_room:
+                raise NoRoom
             await self._objects.put(path, content)
             return coding
 
@@ -162,7 +170,9 @@ class BucketTier(StoreTier):
 
     def _note_failure(self, error: BaseException) -> None:
         logger.debug("a request failed store=%s reason=%r", self._location, str(error))
-        if isinstance(error, Unreachable | Refused | Unsound):
+        if isinstance(error, Unwritable):
+            self._upkeep.note_write(str(error))
+        elif isinstance(error, Unreachable | Refused | Unsound):
             self._upkeep.note(str(error))
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
@@ -181,6 +191,7 @@ class BucketTier(StoreTier):
         return [
             Finding(f"{self.name} tier", f"{self._location}: {found}", note),
             Finding(f"{self.name} store", self._upkeep.state, request),
+            *([Finding(f"{self.name} capacity", usage)] if (usage := self._upkeep.usage) else []),
         ]
 
     def exchange(self, timeout_s: float) -> None:
@@ -191,7 +202,8 @@ class BucketTier(StoreTier):
 
         async def both() -> None:
             await self._exchange.publish()
-            await self._exchange.poll()
+            async with self._upkeep.polling:
+                await self._exchange.read_all()
 
         try:
             self._loop.run(both, timeout_s)

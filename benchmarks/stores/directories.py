@@ -1,0 +1,104 @@
+"""A shared directory, and plain files as large as packs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.stores.servers import REQUESTS, Client, Memory, Place
+from kvtier.core.types import BlockKey
+from kvtier.tiers.remote.bucket.packs import PACK_BYTES
+
+
+class PlainFiles(Client):
+    """Files with as many blocks as a pack, written and read by one call each, without checks.
+
+    They are read directly into the named memory.
+    """
+
+    def __init__(self, folder: Path, at_a_time: int) -> None:
+        super().__init__()
+        self._folder = folder
+        self._folder.mkdir(exist_ok=True)
+        self._pool = ThreadPoolExecutor(at_a_time)
+
+    def put(self, keys: Sequence[BlockKey], memory: Memory, at: slice) -> None:
+        def write(some: tuple[Path, slice]) -> None:
+            part = some[0].with_suffix(".part")
+            file = os.open(part, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                assert os.write(file, _bytes(memory, some[1])) == _bytes(memory, some[1]).nbytes
+            finally:
+                os.close(file)
+            part.rename(some[0])
+
+        list(self._pool.map(write, self._files(keys, memory, at)))
+
+    def get(self, keys: Sequence[BlockKey], memory: Memory, at: slice) -> None:
+        def read(some: tuple[Path, slice]) -> None:
+            file = os.open(some[0], os.O_RDONLY)
+            try:
+                into = _bytes(memory, some[1])
+                assert os.preadv(file, [into], 0) == into.nbytes
+            finally:
+                os.close(file)
+
+        list(self._pool.map(read, self._files(keys, memory, at)))
+
+    def deliver(self, memory: Memory) -> None:
+        """Do nothing: the blocks are in the named memory."""
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            (self._folder / key.hex()).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _files(
+        self, keys: Sequence[BlockKey], memory: Memory, at: slice
+    ) -> list[tuple[Path, slice]]:
+        num = max(1, PACK_BYTES // memory.block_bytes)
+        return [
+            (
+                self._folder / keys[start].hex(),
+                slice(at.start + start, min(at.start + start + num, at.stop)),
+            )
+            for start in range(0, len(keys), num)
+        ]
+
+
+def _bytes(memory: Memory, at: slice) -> memoryview:
+    return np.ascontiguousarray(memory.blocks[at]).reshape(-1).data
+
+
+class DirectoryPlace(Place):
+    """A folder on the file system of temporary files."""
+
+    name, client_name = "dir", "plain files"
+    packages = ()
+    port = 0
+    has_to_ask = False
+    is_far = False
+    troubles = ()
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return None
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def location(self, port: int, threads: int) -> str:
+        options = f"requests={REQUESTS}&readers={threads}&writers={threads}"
+        return f"dir://{self._folder}/tier?{options}"
+
+    def client(self, threads: int) -> Client:
+        return PlainFiles(self._folder / "client", threads * REQUESTS)
+
+    def close(self) -> None:
+        """Nothing runs."""
