@@ -22,6 +22,7 @@ from kvtier.cache.audit import (
     Quarantine,
     Tolerance,
     likely_cause,
+    stacked,
     token_distances,
 )
 from kvtier.core.config import check_share
@@ -122,6 +123,14 @@ def test_what_is_no_number_is_infinitely_far() -> None:
     ours[1, 3] = float("nan")
     assert token_distances(ours, theirs)[1] == float("inf")
     assert token_distances(ours, ours.clone()) == [0.0] * TOKENS, "it overflows every time"
+
+
+def test_layers_may_have_different_numbers_of_parts() -> None:
+    found = stacked([[[0.0, 0.5], [0.0, 0.0], [0.25, 0.0]], [[0.0, 0.0], [1.0, 0.0]]])
+    assert found.tolist() == [
+        [[0.0, 0.5], [0.0, 0.0], [0.25, 0.0]],
+        [[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]],
+    ]
 
 
 # -- tolerance -------------------------------------------------------------------------------------

@@ -221,8 +221,16 @@ def token_distances(found: Any, recomputed: Any) -> list[float]:
 
 
 def stacked(layers: Iterable[Iterable[Sequence[float]]]) -> Distances:
-    """Return the distances of all layers, from those of each layer's parts."""
-    return np.array([[*parts] for parts in layers], np.float32)
+    """Return the distances of all layers, from those of each layer's parts.
+
+    Where a layer has fewer parts than another one (an indexer's keys), the others are zeros.
+    """
+    found = [[*parts] for parts in layers]
+    num_parts = max(map(len, found))
+    made = np.zeros((len(found), num_parts, len(found[0][0])), np.float32)
+    for layer, parts in zip(made, found, strict=True):
+        layer[: len(parts)] = parts
+    return made
 
 
 class Tolerance:
