@@ -72,7 +72,7 @@ class Engine:
         warn_of_untested()
         model, self.check = choose_runner(
             config.model,
-            load_model(config.model, device, config.dtype),
+            load_model(config.model, device, config.dtype, config.revision),
             config.block_size,
             config.chunk_tokens,
             lambda model: min(_limits(config, model).values()),
