@@ -58,7 +58,7 @@ class _Replay:
         machine = self._machine
         self._block_bytes = self._trace.block_tokens * machine.bytes_per_token
         self._unique_bytes = self._segments.num_unique * self._block_bytes
-        self._sizes = self._tier_sizes(wanted)
+        self._sizes = self._tier_sizes(wanted) if self._trace.has_contents else []
         # Hits in the engine's own memory, which is assumed to be LRU.
         self._device = self._replayer.hits(LRU, machine.device_bytes // self._block_bytes).found
         self._num_supported = self._segments.num_unique // LEAST_TURNS
