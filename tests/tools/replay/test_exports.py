@@ -14,6 +14,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.observe.recording import Chains
 from kvtier.tools.replay.trace import Trace
 from kvtier.tools.replay.traces import ReadOptions, read_traces
+from kvtier.tools.report.figures import capacity
 from tests.kit.cli import kvtier, refused
 from tests.tools.replay.samples import shared
 
@@ -208,7 +209,7 @@ def test_lengths_get_the_answer_that_they_allow(tmp_path: Path) -> None:
     found = json.loads(done.stdout)["recommendation"]["text"]
     assert found.startswith("Which prompts begin alike is not in the trace")
     # 770 tokens of 1000 bytes in 3.5 s
-    assert f"{770 * 1000 * 3600 / 3.5 / 2**20:.0f} MiB of KV an hour" in found
+    assert f"have {capacity(770 * 1000 * 3600 * 2 // 7)} of KV an hour" in found
     shown = " ".join(done.stderr.split())
     assert "Lengths alone do not tell what a cache would save." in shown
     assert "Hit ratio" not in shown
@@ -230,6 +231,13 @@ def test_a_text_becomes_a_recording_and_lengths_do_not(tmp_path: Path) -> None:
     to.unlink()
     assert "there is nothing to record of lengths" in refused(*record)
     assert not to.exists()
+
+
+def test_a_file_that_is_absent_is_refused_without_a_bar(tmp_path: Path) -> None:
+    done = kvtier("replay", str(tmp_path / "none"), "--no-report")
+    assert done.exit_code == 2
+    assert done.stderr.count("\n") == 1
+    assert "No such file" in done.stderr
 
 
 def test_a_file_that_is_no_trace_says_what_a_server_logs(tmp_path: Path) -> None:

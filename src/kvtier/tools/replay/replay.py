@@ -24,6 +24,7 @@ from kvtier.tools.replay.segments import find_segments
 from kvtier.tools.replay.sizing import SizeChoice, Sizing, usual_sizes
 from kvtier.tools.replay.trace import Ints, Trace
 from kvtier.tools.replay.traces import read_traces
+from kvtier.tools.replay.traces.lines import check_file
 from kvtier.tools.report.progress import Progress
 
 PER_MILLE = 1000
@@ -48,6 +49,8 @@ class _Replay:
             parse_size(options.host_capacity, "host_capacity"),
             parse_size(options.disk_capacity, "disk_capacity"),
         )
+        for path in options.paths:
+            check_file(path)
         done = self._steps("read")
         self._trace = read_traces(options.paths, options.read, done)
         done(1, 1)

@@ -119,8 +119,8 @@ def _by_lengths(result: ReplayResult) -> str:
         kv_bytes = facts.tokens * result.machine.bytes_per_token * 3600 / facts.window_s
         text += (
             f", {facts.computing_s / facts.window_s:.2g} accelerators on average; a cache saves "
-            f"at most that. The prompts have {capacity(int(kv_bytes))} of KV an hour: of this size a "
-            "cache keeps each block for an hour on average"
+            f"at most that. The prompts have {capacity(int(kv_bytes))} of KV an hour: of this size "
+            "a cache keeps each block for an hour on average"
         )
     return f"{text}. To know more, record your server's requests (kvtier serve --record)."
 

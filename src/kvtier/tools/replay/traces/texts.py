@@ -287,7 +287,7 @@ def _output_tokens(fields: dict[str, Any]) -> int | None:
     for place in places:
         for name in OUTPUT_TOKENS:
             value = place.get(name)
-            if type(value) in (int, float) and 0 <= value < MAX_TIME:
+            if isinstance(value, int | float) and 0 <= value < MAX_TIME:
                 return int(value)
     return None
 
