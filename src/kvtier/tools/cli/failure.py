@@ -102,7 +102,7 @@ def _with_options(reason: str, command: Any) -> str:
         is_setting = name in options and ((is_first and bool(found[2])) or "_" in name)
         return (options[name] if is_setting else name) + found[2]
 
-    reason = reason.removeprefix("kv_connector_extra_config: ")
+    reason = re.sub(r"^\w*extra_config: ", "", reason)
     return re.sub(r"(?<![\w'\"/.=-])([a-z]+(?:_[a-z]+)*)\b(:(?= )|)", written, reason)
 
 

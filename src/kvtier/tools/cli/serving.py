@@ -47,6 +47,7 @@ def serve_until_ended(
             open_certificate(server_config)
         _warn(engine_config, server_config, is_open=not all(map(is_loopback, listeners)))
         logger.info("loading model name=%s", engine_config.model)
+        logger.info("importing torch and transformers")
 
         from kvtier.serve.engine import Engine
         from kvtier.serve.server.run import HttpServer
