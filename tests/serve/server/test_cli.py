@@ -94,7 +94,7 @@ def without_engine(*arguments: str, missing: Sequence[str] = MISSING) -> list[st
     [
         (
             ["--eviction-policy", "newest"],
-            "--eviction-policy: 'newest' is unknown; use one of runs, lru, arc, s3fifo, lfuda, sieve",
+            "--eviction-policy: 'newest' is unknown; use one of runs, lru, arc, s3fifo, lfuda",
         ),
         (["--storage", "shelf:/path"], "no plug-in 'shelf' in kvtier.tiers; known: az, disk"),
         (["--storage", "host=disk:/x"], "--storage: two tiers are called 'host'; name one of them"),
