@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.core.errors import ConfigError
 from kvtier.observe.recording import Chains
+from kvtier.serve.engine.model_names import BUILTIN
 from kvtier.tools.replay.trace import Trace
 from kvtier.tools.replay.traces import ReadOptions, read_traces
 from kvtier.tools.report.figures import capacity
@@ -20,7 +21,8 @@ from tests.tools.replay.samples import shared
 
 pytest.importorskip("tokenizers")
 
-OPTIONS = ReadOptions(Chains(bytes(32), 4), tokenizer="kvtier-tiny", hours=1.0)
+TINY = str(BUILTIN / "kvtier-tiny")
+OPTIONS = ReadOptions(Chains(bytes(32), 4), tokenizer=TINY, hours=1.0)
 SYSTEM = {"role": "system", "content": "You answer in one sentence, and in plain words."}
 
 
@@ -223,7 +225,7 @@ def test_a_text_becomes_a_recording_and_lengths_do_not(tmp_path: Path) -> None:
     path.write_text(lines({"messages": [SYSTEM, ask("one")]}, {"messages": [SYSTEM, ask("two")]}))
     record = ("record", str(path), "--to", str(to), "--block-tokens", "4")
     assert "--tokenizer" in refused(*record)
-    done = kvtier(*record, "--tokenizer", "kvtier-tiny")
+    done = kvtier(*record, "--tokenizer", TINY)
     assert done.exit_code == 0, done.output
     assert SYSTEM["content"] not in to.read_text()
     assert shared(read_traces([to], OPTIONS))[1] >= 2

@@ -18,6 +18,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvtier.core.errors import ConfigError, install_command
+from kvtier.core.system.user_paths import user_path
 from kvtier.tools.replay.trace import BLOCKS_PER_REQUEST, Trace, TraceBuilder, chained
 from kvtier.tools.replay.traces.lines import MAX_LINE, MAX_TIME, TraceLine, shown
 
@@ -304,10 +305,7 @@ def _encoder(name: str) -> Any:
         raise ConfigError(
             f"tokenizer: the package tokenizers is missing; install it: {install_command('replay')}"
         ) from None
-    from kvtier.core.system.user_paths import user_path
-    from kvtier.serve.engine.model_names import BUILTIN
-
-    place = BUILTIN / name if (BUILTIN / name).is_dir() else user_path(name)
+    place = user_path(name)
     path = place / "tokenizer.json" if place.is_dir() else place
     try:
         tokenizer = (
