@@ -34,7 +34,7 @@ from kvtier.tools.cli.settings_options import MAIN
 FOLDER = Path(__file__).parents[1] / "docs/reference"
 MADE = "<!-- Written by scripts/reference_pages.py. -->\n\n"
 WIDTH = 100
-UNTOLD = ("help", "install_completion", "show_completion")
+UNTOLD = ("help", "help_all", "install_completion", "show_completion")
 """Options of every command line, which say nothing of kvtier."""
 
 

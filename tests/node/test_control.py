@@ -435,9 +435,9 @@ def test_quota_of_a_running_node_is_compared_in_segments(node: NodeProcess) -> N
         ("--storage=nothing", "names no plug-in"),
         ("--segment-capacity=3", "give a multiple of"),
         ("--control-port=99999", "is no TCP port"),
-        ("--codec=zip", "codec: 'zip' is unknown"),
-        ("--encryption-key=file:/nowhere", "encryption_key: /nowhere: No such file"),
-        ("--eviction-policy=none", "eviction_policy: 'none' is unknown"),
+        ("--codec=zip", "--codec: 'zip' is unknown"),
+        ("--encryption-key=file:/nowhere", "--encryption-key: /nowhere: No such file"),
+        ("--eviction-policy=none", "--eviction-policy: 'none' is unknown"),
     ],
 )
 def test_a_node_that_cannot_start_says_why(tmp_path: Path, option: str, sentence: str) -> None:

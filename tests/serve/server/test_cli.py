@@ -38,34 +38,34 @@ def test_the_version_is_told() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--api-key", ""], "api_key: the key is empty"),
-        (["--max-body-bytes", "many"], "max_body_bytes: can't read 'many' as a size"),
-        (["--device-capacity", "1KiB"], "device_capacity: 0.0 MiB is room for 0 blocks"),
-        (["--storage", "/path"], "storage: '/path' names no plug-in; write it as \"plug-in:loc"),
-        (["--storage", "a b:/path"], "storage: 'a b:/path' names no plug-in"),
+        (["--api-key", ""], "--api-key: the key is empty"),
+        (["--max-body-bytes", "many"], "--max-body-bytes: can't read 'many' as a size"),
+        (["--device-capacity", "1KiB"], "--device-capacity: 0.0 MiB is room for 0 blocks"),
+        (["--storage", "/path"], "--storage: '/path' names no plug-in; write it as \"plug-in:loc"),
+        (["--storage", "a b:/path"], "--storage: 'a b:/path' names no plug-in"),
         (["--storage", "disk:"], 'disk: no folder; write it as "disk=disk:/path"'),
         (
             ["--storage", "disk:/dev/null"],
             "disk tier: /dev/null can't be created or is not a directory",
         ),
-        (["--storage", "disk:/x", "--disk-path", "/y"], "storage: two tiers are called 'disk'"),
-        (["--storage-capacity", "much"], "storage_capacity: can't read 'much' as a size"),
-        (["--block-size", "0"], "block_size: 0 is below 1"),
-        (["--chunk-tokens", "100"], "chunk_tokens: 100 is no multiple of block_size=64"),
-        (["--max-running", "0"], "max_running: 0 is below 1"),
-        (["--device", "toaster"], "device: 'toaster' is unknown"),
+        (["--storage", "disk:/x", "--disk-path", "/y"], "--storage: two tiers are called 'disk'"),
+        (["--storage-capacity", "much"], "--storage-capacity: can't read 'much' as a size"),
+        (["--block-size", "0"], "--block-size: 0 is below 1"),
+        (["--chunk-tokens", "100"], "--chunk-tokens: 100 is no multiple of --block-size=64"),
+        (["--max-running", "0"], "--max-running: 0 is below 1"),
+        (["--device", "toaster"], "--device: 'toaster' is unknown"),
         (
             ["--disk-path", "unused", "--disk-direct", "off", "--host-capacity", "0"],
-            "disk_direct: off sends blocks through host memory, and there is none",
+            "--disk-direct: off sends blocks through host memory, and there is none",
         ),
-        (["--shutdown-grace-s", "-1"], "shutdown_grace_s: -1.0 is no number of seconds"),
-        (["--shutdown-grace-s", "nan"], "shutdown_grace_s: nan is no number of seconds"),
-        (["--max-connections", "0"], "max_connections: 0 is below 1"),
-        (["--header-timeout-s", "0"], "header_timeout_s: 0.0 is no time to wait"),
-        (["--body-timeout-s", "nan"], "body_timeout_s: nan is no time to wait"),
-        (["--write-timeout-s", "inf"], "write_timeout_s: inf is no time to wait"),
-        (["--events-replay", "tcp://127.0.0.1:5558"], "events_replay: 'tcp://127.0.0.1:5558' wi"),
-        (["--host", "no.such.host.invalid"], "host: can't listen on 'no.such.host.invalid'"),
+        (["--shutdown-grace-s", "-1"], "--shutdown-grace-s: -1.0 is no number of seconds"),
+        (["--shutdown-grace-s", "nan"], "--shutdown-grace-s: nan is no number of seconds"),
+        (["--max-connections", "0"], "--max-connections: 0 is below 1"),
+        (["--header-timeout-s", "0"], "--header-timeout-s: 0.0 is no time to wait"),
+        (["--body-timeout-s", "nan"], "--body-timeout-s: nan is no time to wait"),
+        (["--write-timeout-s", "inf"], "--write-timeout-s: inf is no time to wait"),
+        (["--events-replay", "tcp://127.0.0.1:5558"], "--events-replay: 'tcp://127.0.0.1:5558' wi"),
+        (["--host", "no.such.host.invalid"], "--host: can't listen on 'no.such.host.invalid'"),
     ],
 )
 def test_a_setting_that_cant_be_used_is_told_in_one_sentence(
@@ -94,16 +94,16 @@ def without_engine(*arguments: str, missing: Sequence[str] = MISSING) -> list[st
     [
         (
             ["--eviction-policy", "newest"],
-            "eviction_policy: 'newest' is unknown; use one of runs, lru, arc, s3fifo, lfuda, sieve",
+            "--eviction-policy: 'newest' is unknown; use one of runs, lru, arc, s3fifo, lfuda",
         ),
-        (["--storage", "shelf:/path"], "no plug-in 'shelf' in kvtier.tiers; known: disk"),
-        (["--storage", "host=disk:/x"], "storage: two tiers are called 'host'; name one of them"),
-        (["--host-capacity", "4 apples"], "host_capacity: can't read"),
-        (["--device-capacity", "4 apples"], "device_capacity: can't read"),
-        (["--dtype", "int3"], "dtype: 'int3' is unknown; use auto, float32, bfloat16, float16"),
-        (["--port", "70000"], "port: 70000 is no TCP port"),
-        (["--threads", "-1"], "threads: -1 is below 0"),
-        (["--max-model-tokens", "-5"], "max_model_tokens: -5 is below 0"),
+        (["--storage", "shelf:/path"], "no plug-in 'shelf' in kvtier.tiers; known: az, disk"),
+        (["--storage", "host=disk:/x"], "--storage: two tiers are called 'host'; name one of them"),
+        (["--host-capacity", "4 apples"], "--host-capacity: can't read"),
+        (["--device-capacity", "4 apples"], "--device-capacity: can't read"),
+        (["--dtype", "int3"], "--dtype: 'int3' is unknown; use auto, float32, bfloat16, float16"),
+        (["--port", "70000"], "--port: 70000 is no TCP port"),
+        (["--threads", "-1"], "--threads: -1 is below 0"),
+        (["--max-model-tokens", "-5"], "--max-model-tokens: -5 is below 0"),
         (["no-such-model"], "model: 'no-such-model' is neither built in"),
         (["--host-capacity", "900TiB"], "host tier: a capacity of 921600.00 GiB does not fit"),
         (["--host-capacity", "1000000x"], "host tier: a capacity of 250000.00 GiB does not fit"),
@@ -113,11 +113,17 @@ def without_engine(*arguments: str, missing: Sequence[str] = MISSING) -> list[st
         ),
         (["--disk-path", "/dev/null/x"], "disk tier: /dev/null/x can't be created"),
         (["--disk-path", "{folder}/.."], "disk tier: {folder}/.. holds no slab"),
-        (["--disk-path", "{folder}", "--encryption-key", "env:NO_SUCH"], "encryption_key: env:NO"),
-        (["--disk-path", "{folder}", "--codec", "zip"], "codec: 'zip' is unknown"),
-        (["--record", "/no/such/folder/trace"], "record: there is no directory /no/such/folder"),
-        (["--record-max-bytes", "1", "--record", "{folder}"], "record_max_bytes: 1 is below 1 MiB"),
-        (["--events", "5557"], "events: can't publish at '5557'"),
+        (
+            ["--disk-path", "{folder}", "--encryption-key", "env:NO_SUCH"],
+            "--encryption-key: env:NO",
+        ),
+        (["--disk-path", "{folder}", "--codec", "zip"], "--codec: 'zip' is unknown"),
+        (["--record", "/no/such/folder/trace"], "--record: there is no directory /no/such/folder"),
+        (
+            ["--record-max-bytes", "1", "--record", "{folder}"],
+            "--record-max-bytes: 1 is below 1 MiB",
+        ),
+        (["--events", "5557"], "--events: can't publish at '5557'"),
     ],
 )
 def test_settings_are_checked_before_torch_is_imported(
@@ -134,9 +140,9 @@ def test_settings_are_checked_before_torch_is_imported(
 @pytest.mark.parametrize(
     ("options", "package", "sentence"),
     [
-        (["--storage", "s3://bucket"], "obstore", "storage: s3: needs the package obstore; inst"),
-        (["--events", "tcp://127.0.0.1:0"], "zmq", "events: "),
-        (["--traces"], "opentelemetry", "traces: "),
+        (["--storage", "s3://bucket"], "obstore", "--storage: s3: needs the package obstore; in"),
+        (["--events", "tcp://127.0.0.1:0"], "zmq", "--events: "),
+        (["--traces"], "opentelemetry", "--traces: "),
     ],
 )
 def test_missing_packages_are_named_before_torch_is_imported(
@@ -160,7 +166,7 @@ def test_a_device_that_is_not_there_is_named_before_the_model_is_loaded(
 
 
 def test_loading_of_a_model_is_told_before_torch_is_imported() -> None:
-    loading, missing = without_engine("serve", "--port", "0")
+    loading, _, missing = without_engine("serve", "--port", "0")
     assert loading.endswith("loading model name=kvtier-tiny")
     assert missing.startswith("kvtier serve: ")
     assert missing.endswith(f"; install what the engine needs: {install_command('engine')}")
@@ -169,7 +175,7 @@ def test_loading_of_a_model_is_told_before_torch_is_imported() -> None:
 @pytest.mark.engine
 def test_an_empty_key_in_the_environment_is_no_open_door() -> None:
     said = refused("serve", "--port", "0", KVTIER_API_KEY="")
-    assert "api_key: the key is empty" in said
+    assert "--api-key: the key is empty" in said
 
 
 @pytest.mark.engine
@@ -177,7 +183,7 @@ def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = refused("serve", "--port", str(port))
-    assert f"port: can't listen on 127.0.0.1:{port}" in said
+    assert f"--port: can't listen on 127.0.0.1:{port}" in said
 
 
 @pytest.mark.slow
@@ -195,7 +201,7 @@ def test_a_port_that_is_taken_while_the_model_loads_is_told() -> None:
             other.listen()
             rest = process.stderr.read()
     assert process.returncode == 2
-    assert f"kvtier serve: port: can't listen on 127.0.0.1:{port}: Address already" in rest
+    assert f"kvtier serve: --port: can't listen on 127.0.0.1:{port}: Address already" in rest
     assert "Traceback" not in rest
 
 
@@ -251,7 +257,7 @@ def test_too_few_open_files_are_told() -> None:
     )
     done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "kvtier serve: max_connections: this process may open 200 files" in done.stderr
+    assert "kvtier serve: --max-connections: this process may open 200 files" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -81,7 +81,7 @@ def test_options_are_settings_of_both_fronts(
         (STORES, "one store is allowed here"),
         ((*DISK, "--load-policy", "never"), "'never' is not one of 'auto', 'always'"),
         ((*DISK[:3], "plenty"), "can't read 'plenty' as a size"),
-        ((*DISK, "--eviction-policy", "fifo"), "eviction_policy can't be 'fifo'"),
+        ((*DISK, "--eviction-policy", "fifo"), "--eviction-policy can't be 'fifo'"),
     ],
 )
 def test_what_cant_be_used_is_refused(options: tuple[str, ...], sentence: str) -> None:

@@ -305,7 +305,10 @@ def test_a_key_that_every_user_may_open_is_named_in_a_warning(
 
 def test_the_program_says_so_before_it_loads_a_model(tmp_path: Path) -> None:
     for options, sentence in (
-        (("--ssl-certfile", str(tmp_path / "x")), "kvtier serve: ssl_certfile: can't read"),
-        (("--ssl-keyfile", "x"), "ssl_keyfile: there is no certificate; give ssl_certfile, too"),
+        (("--ssl-certfile", str(tmp_path / "x")), "kvtier serve: --ssl-certfile: can't read"),
+        (
+            ("--ssl-keyfile", "x"),
+            "--ssl-keyfile: there is no certificate; give --ssl-certfile, too",
+        ),
     ):
         assert sentence in refused("serve", *options)

@@ -102,19 +102,19 @@ def test_codec_and_key_are_read_by_the_connector() -> None:
     [
         (
             (*NODE, "--storage", "valkey://host"),
-            "node: '/run/kvtier/node.sock' has the disk and the stores",
+            "--node: '/run/kvtier/node.sock' has the disk and the stores",
         ),
         (
             ("--disk-capacity", "200GiB"),
-            "disk_capacity: '200GiB' needs a disk; name a folder in disk_path",
+            "--disk-capacity: '200GiB' needs a disk; name a folder in --disk-path",
         ),
         ((*STORE, *STORE), "two tiers are called 'valkey'"),
         (
             ("--record", "/log/t", "--record-max-bytes", "1"),
-            "record_max_bytes: '1' is below 1 MiB",
+            "--record-max-bytes: '1' is below 1 MiB",
         ),
         (("--host-capacity", "plenty"), "can't read 'plenty' as a size"),
-        (("--eviction-policy", "fifo"), "eviction_policy can't be 'fifo'"),
+        (("--eviction-policy", "fifo"), "--eviction-policy can't be 'fifo'"),
     ],
 )
 def test_what_cant_be_used_is_refused(options: tuple[str, ...], sentence: str) -> None:

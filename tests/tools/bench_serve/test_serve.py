@@ -150,7 +150,7 @@ def test_command_prints_one_json_object_and_writes_the_report(tmp_path: Path) ->
         (["--storage", "valkey://"], "no server"),
         (
             ["--storage", "valkey://127.0.0.1", "--storage-capacity", "1KiB"],
-            "storage_capacity: 1024",
+            "--storage-capacity: 1024",
         ),
         (["--text", "/nowhere"], "/nowhere is neither a file nor a directory"),
         (["--prompt-tokens", "100"], "prompts of 100 tokens have nothing worth reusing"),

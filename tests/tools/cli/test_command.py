@@ -34,13 +34,31 @@ COMMANDS = dict(commands())
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_name_of_an_option_is_cut_in_a_narrow_window(name: str) -> None:
-    shown = kvtier(*name.split(), "--help", COLUMNS="80", TERMINAL_WIDTH="80")
-    assert shown.exit_code == 0
-    words = shown.output.replace("/", " ").split()
-    names = [opt for param in COMMANDS[name].params for opt in param.opts if "--" in opt]
+    params = COMMANDS[name].params
+    names = [opt for param in params for opt in param.opts if "--" in opt]
     assert names
-    assert [name for name in names if name not in words] == []
-    assert "…" not in shown.output
+    for option in ("--help", "--help-all") if "--help-all" in names else ("--help",):
+        shown = kvtier(*name.split(), option, COLUMNS="80", TERMINAL_WIDTH="80")
+        assert shown.exit_code == 0
+        words = shown.output.replace("/", " ").replace(",", " ").split()
+        assert [name for name in names if name not in words] == []
+        assert "…" not in shown.output
+
+
+def test_help_explains_what_matters_and_names_the_rest() -> None:
+    short, whole = (kvtier("serve", option).output for option in ("--help", "--help-all"))
+    assert "Host DRAM for KV" in short
+    assert "--port" in short
+    assert "Port; 0 takes any free one" not in short
+    assert "kvtier serve --help-all" in short
+    assert "Port; 0 takes any free one" in whole
+    assert short.count("\n") < whole.count("\n") / 2
+
+
+def test_summaries_of_commands_are_whole_in_a_narrow_window() -> None:
+    shown = kvtier("--help", COLUMNS="80", TERMINAL_WIDTH="80").output
+    assert "..." not in shown.partition("Commands:")[2]
+    assert "which host memory and disk pay for themselves." in " ".join(shown.split())
 
 
 def impossible(folder: Path) -> dict[str, list[str]]:
@@ -174,6 +192,9 @@ def test_missing_file_is_one_sentence(tmp_path: Path) -> None:
         ("serve --port abc", "--port: 'abc' should be a valid integer"),
         ("vllm-args --grid -16", "--grid: '-16' should be greater than or equal to 0"),
         ("vllm-args --mode all", "--mode: 'all' is not one of"),
+        ("vllm-args --host-capacity much", "--host-capacity: can't read 'much' as a size"),
+        ("serve --chunk-tokens 17", "--chunk-tokens: 17 is no multiple of --block-size=64"),
+        ("serve --disk-path /proc/kv", "disk tier: /proc/kv can't be created"),
     ],
 )
 def test_wrong_value_is_named_in_one_sentence(arguments: str, sentence: str) -> None:

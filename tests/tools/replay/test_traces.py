@@ -261,7 +261,7 @@ MANY = [0, 1 << 40]
         ([mooncake(0, [1]).replace("0,", "NaN,", 1)], ":1: timestamp is nan: out of range"),
         ([mooncake(0, [])], "no request has a whole block of 512 tokens"),
         ([""], "empty; there is nothing to replay"),
-        (["TIMESTAMP,ContextTokens,GeneratedTokens"], "none of the known traces"),
+        (["TIMESTAMP,ContextTokens,GeneratedTokens"], "no request has a whole block of 2 tokens"),
         ([session("a", REQUESTS), session("b", [[0.0, 1]])], ":2: request 0 can't be read"),
         ([session("a", [[0.0, 64, 1, 0, 0, [0, -1]]])], ":1: request 0 can't be read: its runs"),
         ([session("a", [[0.0, 64, 1, 0, 0, [0, 1 << 40]]])], ":1: up to here the trace has more"),

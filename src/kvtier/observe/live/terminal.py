@@ -71,7 +71,7 @@ def _head(picture: Mapping[str, Any], url: str) -> Text:
     node = picture["node"]
     told = (
         (
-            ("engines", _number(len(node["engines"]))),
+            ("engine" if len(node["engines"]) == 1 else "engines", _number(len(node["engines"]))),
             ("waiting", _number(asked["waiting"])),
             ("look-ups/s", TOO_FEW if asked["per_s"] is None else f"{asked['per_s']:.3g}"),
             ("half of them within", seconds(node["lookup_s"])),
@@ -99,7 +99,7 @@ def _saved(saved: Mapping[str, Any]) -> str:
         return "–"
     text = seconds(saved["seconds"])
     engines = saved["seconds_per_s"]
-    return text if engines is None else f"{text} (now {engines:.2g} engines)"
+    return text if engines is None else f"{text} (now {engines:.2g} engine{'s' * (engines != 1)})"
 
 
 def _number(value: float | None) -> str:
@@ -109,9 +109,9 @@ def _number(value: float | None) -> str:
 def _tiers(picture: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("tier", "hit share", "capacity", "in use", ""):
-        table.add_column(name)
+        table.add_column(name, min_width=_longest(name))
     for name in ("evicted/s", "requested again", "damaged", "audited"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=_longest(name))
     table.add_column("state")
     hits = {each["tier"]: each["recent"] for each in picture["hits"]}
     for tier in picture["tiers"]:
@@ -168,10 +168,15 @@ def _of_node(node: Mapping[str, Any]) -> Iterator[Table]:
 def _table(names: Sequence[str], numbers: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in names:
-        table.add_column(name)
+        table.add_column(name, min_width=_longest(name))
     for name in numbers:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=_longest(name))
     return table
+
+
+def _longest(head: str) -> int:
+    """Return the length of the longest word of a head, below which it would be cut."""
+    return max(map(len, head.split()), default=4)
 
 
 def _capacity(tier: Mapping[str, Any]) -> str:
@@ -185,7 +190,7 @@ def _flows(picture: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("transfer")
     for name in ("now", "total", "in flight", "queue"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=_longest(name))
     for flow in picture["flows"]:
         line = "–" if flow["queued_s"] is None else seconds(flow["queued_s"])
         table.add_row(

@@ -16,6 +16,10 @@ from kvtier.core.config import (
 from kvtier.core.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
+MODEL = (
+    "A built-in model, a local directory in Hugging Face format, or a name of the Hugging Face hub "
+    "(OWNER/NAME), which is downloaded."
+)
 CACHE, SERVER = "Cache", "Server"
 """Parts of the help of ``kvtier serve`` with settings of the engine, besides those of the model."""
 
@@ -25,9 +29,12 @@ class EngineConfig(AuditConfig):
     """Settings of the engine: model, device, and limits."""
 
     model: str = "kvtier-tiny"
-    """A built-in model, or a local directory in Hugging Face format."""
+    """See ``MODEL``."""
     device: str = setting("auto", "auto, cpu, cuda, npu:0, ...")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
+    revision: str = setting(
+        "", "Branch, tag or commit of a model of the Hugging Face hub.", shown="main"
+    )
     block_size: int = setting(BLOCK_SIZE, "Tokens per block.", panel=CACHE)
     chunk_tokens: int = setting(CHUNK_TOKENS, "Tokens per prefill chunk.")
     device_capacity: str | int = setting("256MiB", "Size of the device KV pool.", panel=CACHE)

@@ -70,9 +70,11 @@ class Engine:
         copier = find_device(device_name)
         copier.prepare()
         warn_of_untested()
+        loaded = load_model(config.model, device, config.dtype, config.revision)
+        logger.info("comparing the model's logits with those of transformers")
         model, self.check = choose_runner(
             config.model,
-            load_model(config.model, device, config.dtype),
+            loaded,
             config.block_size,
             config.chunk_tokens,
             lambda model: min(_limits(config, model).values()),

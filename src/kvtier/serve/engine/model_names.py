@@ -1,4 +1,4 @@
-"""Names of models, built-in or local. Imports no torch."""
+"""Names of models: built-in, local, or of the Hugging Face hub. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.system.user_paths import user_path
+from kvtier.serve.engine.hub import download, is_hub_name
 
 BUILTIN = Path(__file__).parent / "builtin"
 
@@ -20,18 +21,34 @@ class RandomName(StrEnum):
     LLAMA_8B = "random-8b"
 
 
-def find_model(name: str) -> Path | RandomName:
+def find_model(name: str, revision: str = "") -> Path | RandomName:
     """Return the directory of the model ``name``, or the name of a generated model.
+
+    Models of the Hugging Face hub are downloaded, see ``hub.download``.
 
     Raises ``ConfigError`` if there is no such model.
     """
-    if name in list(RandomName):
-        return RandomName(name)
+    found = find_local(name, revision)
+    return download(name, revision) if found is None else found
+
+
+def find_local(name: str, revision: str = "") -> Path | RandomName | None:
+    """Return what ``find_model`` does, or None for a name of the hub; nothing is downloaded."""
     directory = BUILTIN / name if (BUILTIN / name).is_dir() else user_path(name)
+    is_random = name in list(RandomName)
+    if not (is_random or directory.exists()) and is_hub_name(name):
+        return None
+    if revision:
+        raise ConfigError(
+            f"revision: {revision!r} with the model {name!r}, which is local; leave it out, or "
+            "give a name of the Hugging Face hub (OWNER/NAME)"
+        )
+    if is_random:
+        return RandomName(name)
     if not (directory / "config.json").is_file():
         known = ", ".join(sorted([*(path.name for path in BUILTIN.glob("*")), *RandomName]))
         raise ConfigError(
-            f"model: {name!r} is neither built in ({known}) nor a directory with a config.json; "
-            "models are not downloaded, give a local path"
+            f"model: {name!r} is neither built in ({known}) nor a directory with a config.json, "
+            "nor a name of the Hugging Face hub (OWNER/NAME)"
         )
     return directory

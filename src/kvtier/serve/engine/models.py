@@ -25,7 +25,7 @@ from kvtier.serve.engine.checkpoint import (
     read_weights,
 )
 from kvtier.serve.engine.layer_runner import LayerProfile
-from kvtier.serve.engine.model_names import BUILTIN, RandomName, find_model
+from kvtier.serve.engine.model_names import BUILTIN, RandomName, find_local, find_model
 from kvtier.serve.engine.profile import SERVED_LAYERS, MeasuredModel, measure, refuse_layers
 from kvtier.serve.engine.random_models import random_config, random_module
 from kvtier.serve.engine.tokenizer import Tokenizer
@@ -76,9 +76,10 @@ class LoadedModel:
     profile: MeasuredModel
 
 
-def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
-    """Load the model called ``name``: built-in, or a local directory in Hugging Face format."""
-    directory = find_model(name)
+def load_model(name: str, device: torch.device, dtype_name: str, revision: str = "") -> LoadedModel:
+    """Load the model called ``name``, see ``find_model``."""
+    is_of_hub = find_local(name, revision) is None
+    directory = find_model(name, revision)
     if isinstance(directory, RandomName):
         return _random_model(directory, device, dtype_name)
     config = read_config(directory)
@@ -92,7 +93,7 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
         profile = measure_model(module, name)
         identity = weights.settle()
     return LoadedModel(
-        name=directory.name,
+        name=name if is_of_hub else directory.name,
         identity=identity,
         weights=weights,
         made_by=_made_by(device),

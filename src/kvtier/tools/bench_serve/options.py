@@ -10,6 +10,7 @@ from typing import Any
 
 from kvtier.core.config import BLOCK_SIZE, CHUNK_TOKENS, AuditConfig, parse_size, setting
 from kvtier.core.errors import CacheError, ConfigError
+from kvtier.serve.engine.config import MODEL
 
 FULL_ACCURACY_PROMPTS = 20
 FULL_TTFT_PROMPTS = 100
@@ -54,9 +55,6 @@ class Experiment(StrEnum):
 
 USUAL = (Experiment.ACCURACY, Experiment.TTFT, Experiment.OVERHEAD)
 """Experiments that run by default."""
-
-
-MODEL = "A built-in model, or a local directory in Hugging Face format."
 
 
 @dataclass(frozen=True, slots=True)

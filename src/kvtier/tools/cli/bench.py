@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.core.errors import ConfigError
-from kvtier.tools.bench_serve.options import MODEL, CodecOptions, Experiment, ServeOptions
+from kvtier.serve.engine.config import MODEL
+from kvtier.tools.bench_serve.options import CodecOptions, Experiment, ServeOptions
 from kvtier.tools.bench_url.load import LoadOptions
 from kvtier.tools.cli.api_keys import ApiKey, take_key
 from kvtier.tools.cli.command import CommandLine

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache, wraps
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated, Any, TypeVar, cast
 
 import typer
@@ -16,8 +17,9 @@ from kvtier.core.errors import CacheError, ConfigError, printable
 from kvtier.core.system.user_paths import user_path
 from kvtier.tools.cli.failure import Commands, fail
 from kvtier.tools.cli.output import OUTPUT, STDOUT
+from kvtier.tools.cli.settings_options import MAIN_PANEL
 
-JSON = "--json"
+JSON, HELP_ALL = "--json", "--help-all"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -42,7 +44,10 @@ class Command(TyperCommand):
     """A command whose options can also come from a TOML file."""
 
     def __init__(self, *arguments: Any, params: list[Any] | None = None, **named: Any) -> None:
-        super().__init__(*arguments, params=[*(params or []), *_shared_params()], **named)
+        own = params or []
+        has_main = any(getattr(param, "rich_help_panel", None) == MAIN_PANEL for param in own)
+        shared = [param for param in _shared_params() if has_main or HELP_ALL not in param.opts]
+        super().__init__(*arguments, params=[*own, *shared], **named)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         name = " ".join(ctx.command_path.split()[1:])
@@ -54,7 +59,11 @@ class Command(TyperCommand):
             fail(name, error)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options by their panel, without cutting names on narrow terminals."""
+        """Write arguments and options by their panel, without cutting names on narrow terminals.
+
+        Commands with main settings explain these, and only name all others: ``--help-all``
+        explains them, too.
+        """
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -64,9 +73,16 @@ class Command(TyperCommand):
                 sections.setdefault(panel, []).append(record)
         if OUTPUT in sections:
             sections[OUTPUT] = sections.pop(OUTPUT)  # after what is measured
+        is_short = MAIN_PANEL in sections and not ctx.meta.get(HELP_ALL)
         for panel, records in sections.items():
             with formatter.section(panel):
-                formatter.write_dl(records)
+                if is_short and panel not in ("Arguments", MAIN_PANEL):
+                    _write_names(formatter, [record[0] for record in records])
+                else:
+                    formatter.write_dl(records)
+        if is_short:
+            formatter.write_paragraph()
+            formatter.write_text(f"What the others mean: {ctx.command_path} {HELP_ALL}")
 
 
 def _with_user_paths(function: Function) -> Function:
@@ -82,6 +98,14 @@ def _with_user_paths(function: Function) -> Function:
         return function(*arguments, **{name: replaced(value) for name, value in named.items()})
 
     return cast(Function, called)
+
+
+def _write_names(formatter: Any, options: list[str]) -> None:
+    """Write the names of options without their types, none of them over two lines."""
+    names = ", ".join(option.partition(" <")[0].partition(" FILE")[0] for option in options)
+    width = formatter.width - formatter.current_indent
+    for line in wrap(names, width, break_on_hyphens=False, break_long_words=False):
+        formatter.write(" " * formatter.current_indent + line + "\n")
 
 
 def _is_option(param: Any) -> bool:
@@ -118,6 +142,14 @@ def _read_config(ctx: typer.Context, param: typer.CallbackParam, name: str | Non
         ctx.default_map[option.name] = _checked(name, key, value, option)
 
 
+def _show_all(ctx: typer.Context, is_wanted: bool) -> None:
+    """Print the help with all options, and exit."""
+    if is_wanted:
+        ctx.meta[HELP_ALL] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
 def _options(
     config: Annotated[
         str | None,
@@ -130,6 +162,16 @@ def _options(
             callback=_read_config,
         ),
     ] = None,
+    help_all: Annotated[
+        bool,
+        typer.Option(
+            HELP_ALL,
+            help="Show this message with all options explained, and exit.",
+            is_eager=True,
+            expose_value=False,
+            callback=_show_all,
+        ),
+    ] = False,
 ) -> None:
     """Declare the options that every command has."""
 

@@ -57,9 +57,12 @@ def _print_table(diagnosis: Diagnosis) -> None:
     table.add_column("", style="bold", no_wrap=True)
     table.add_column("found", overflow="fold")
     table.add_column("note", style="dim", overflow="fold")
+    shown: set[str] = set()
     for section, findings in diagnosis.sections.items():
         table.add_section()
         table.add_row(Text(section, style="bold cyan"))
         for finding in findings:
-            table.add_row(f"  {finding.topic}", Text(finding.found), Text(finding.note))
+            note = "as above" if finding.note in shown else finding.note
+            shown |= {finding.note} - {""}
+            table.add_row(f"  {finding.topic}", Text(finding.found), Text(note))
     Console().print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -47,14 +48,27 @@ def starting(command: str) -> Iterator[Callable[[], None]]:
         if is_running:
             raise
         logger.debug("start failed", exc_info=error)
+        if isinstance(error, CacheError):
+            raise  # Commands reports it, with the names of the command's options
         fail(command, _sentence(error))
 
 
 class Commands(TyperGroup):
     """Typer group that reports errors which the user or the machine caused in one sentence.
 
-    The exit status is ``USAGE``.
+    The exit status is ``USAGE``. Its help shows the first sentence of each command uncut.
     """
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands with their summaries, over several lines on a narrow terminal."""
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                paragraph = (command.help or "").partition("\n\n")[0].replace("``", "")
+                rows.append((name, " ".join(paragraph.split())))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> object:
         try:
@@ -64,20 +78,36 @@ class Commands(TyperGroup):
         except (CacheError, OSError, typer.BadParameter) as error:
             groups = ctx.command_path.split()[1:]
             is_value = isinstance(error, typer.BadParameter)
-            reason = _bad_value(error) if is_value else error
+            command = self.commands[ctx.invoked_subcommand]
+            reason = _bad_value(error) if is_value else _with_options(str(error), command)
             fail(" ".join([*groups, ctx.invoked_subcommand]), reason)
 
 
 def _sentence(error: Exception) -> str:
     """Return ``error`` in one line; one that is not kvtier's own says how to find its origin."""
-    if isinstance(error, CacheError):
-        return str(error)
     if isinstance(error, ImportError):
         return f"{error}; install what the engine needs: {install_command('engine')}"
     reason = str(error).strip().partition("\n")[0].rstrip(".:")
     kind = type(error).__name__
     told = f"{kind}: {reason}" if reason else kind
     return f"can't start: {told}; --log-level debug shows where it comes from"
+
+
+def _with_options(reason: str, command: Any) -> str:
+    """Return ``reason`` with settings written as the options of a command: --host-capacity."""
+    options = {str(param.name): param.opts[0] for param in command.params if _is_long(param)}
+
+    def written(found: re.Match[str]) -> str:
+        name, is_first = found[1], not found.start()
+        is_setting = name in options and ((is_first and bool(found[2])) or "_" in name)
+        return (options[name] if is_setting else name) + found[2]
+
+    reason = re.sub(r"^\w*extra_config: ", "", reason)
+    return re.sub(r"(?<![\w'\"/.=-])([a-z]+(?:_[a-z]+)*)\b(:(?= )|)", written, reason)
+
+
+def _is_long(param: Any) -> bool:
+    return bool(param.opts and param.opts[0].startswith("--"))
 
 
 def _bad_value(error: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtier.core.config import BLOCK_SIZE
+from kvtier.tools.replay.options import TOKENIZER
 
 
 def record(
@@ -17,6 +18,7 @@ def record(
     ],
     to: Annotated[Path, typer.Option(help="The trace to write; must not exist.")],
     block_tokens: Annotated[int, typer.Option(help="Tokens per key.")] = BLOCK_SIZE,
+    tokenizer: Annotated[str, typer.Option(help=TOKENIZER, show_default="none")] = "",
 ) -> None:
     """Record requests as salted hashes, lengths and times, without text or token ids.
 
@@ -30,7 +32,7 @@ def record(
     from kvtier.tools.report.figures import counted
 
     chains = Chains(salt_from_environment(), block_tokens)
-    trace = read_traces(logs, ReadOptions(chains))
+    trace = read_traces(logs, ReadOptions(chains, tokenizer=tokenizer))
     num_bytes = write_trace(trace, chains.name, to)
     Console(stderr=True).print(
         f"{counted(trace.num_requests, 'request')} in {num_bytes:,} bytes: {to}",

@@ -20,7 +20,9 @@ def replay(
         list[Path],
         typer.Argument(
             help="Recordings of kvtier serve --record, traces of Mooncake or Bailian, agentic "
-            "sessions, or logs of vLLM or SGLang; also compressed by gzip or zstd."
+            "sessions, logs of vLLM or SGLang, conversations of ShareGPT, OpenAI batches, exports "
+            "of LiteLLM or Langfuse, or lengths of Azure or BurstGPT; also compressed by gzip or "
+            "zstd."
         ),
     ],
     json_file: JsonFile = None,

@@ -10,7 +10,7 @@ import typer
 
 from kvtier.core.config import CacheConfig
 from kvtier.core.types import LogFormat
-from kvtier.serve.engine.config import CACHE, SERVER, EngineConfig
+from kvtier.serve.engine.config import CACHE, MODEL, SERVER, EngineConfig
 from kvtier.serve.server.config import ServerConfig
 from kvtier.tools.cli.api_keys import take_control_key, take_key_source, take_keys
 from kvtier.tools.cli.failure import starting
@@ -53,9 +53,7 @@ class LogLevel(StrEnum):
 @settings_options(EngineConfig, panel="Model", into="engine")
 @settings_options(ServerConfig, panel=SERVER, into="server")
 def serve(
-    model: Annotated[
-        str, typer.Argument(help="A built-in model, or a local directory in Hugging Face format.")
-    ] = "kvtier-tiny",
+    model: Annotated[str, typer.Argument(help=MODEL)] = "kvtier-tiny",
     log_level: Annotated[
         LogLevel, typer.Option(help="Level of the log on stderr.", rich_help_panel=SERVER)
     ] = LogLevel.INFO,

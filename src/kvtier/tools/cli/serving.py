@@ -19,7 +19,7 @@ from kvtier.observe.publisher import Publisher, is_local
 from kvtier.observe.recording import check_recording, salt_from_environment
 from kvtier.observe.traces import open_traces
 from kvtier.serve.engine import EngineConfig
-from kvtier.serve.engine.model_names import find_model
+from kvtier.serve.engine.model_names import find_local
 from kvtier.serve.server.config import ServerConfig
 from kvtier.serve.server.listener import bind, is_loopback
 from kvtier.tiers.row import check_tiers
@@ -47,6 +47,7 @@ def serve_until_ended(
             open_certificate(server_config)
         _warn(engine_config, server_config, is_open=not all(map(is_loopback, listeners)))
         logger.info("loading model name=%s", engine_config.model)
+        logger.info("importing torch and transformers")
 
         from kvtier.serve.engine import Engine
         from kvtier.serve.server.run import HttpServer
@@ -64,7 +65,7 @@ def serve_until_ended(
 
 def _check(config: EngineConfig, server_config: ServerConfig) -> None:
     """Raise ``ConfigError`` for all settings that can be refused before the model is loaded."""
-    find_model(config.model)
+    find_local(config.model, config.revision)
     policy_maker(config.cache.eviction_policy)
     check_tiers(config.cache, parse_size(config.device_capacity, "device_capacity"))
     if config.events:

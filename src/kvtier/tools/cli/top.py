@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import select
+import sys
+import termios
 import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,9 +40,12 @@ def top(
     api_key: ApiKey = None,
     node: Node = None,
 ) -> None:
-    """Show the live state of the cache of a kvtier server, vLLM, SGLang, or a node."""
+    """Show the live state of the cache of a kvtier server, vLLM, SGLang, or a node.
+
+    Key q quits. Without a terminal it prints once.
+    """
     watched = watched_by(url, api_key, node)
-    if once or as_json:
+    if once or as_json or not sys.stdout.isatty():
         _once(watched, as_json)
     else:
         _on_and_on(watched, every_s)
@@ -64,9 +74,31 @@ def _on_and_on(watched: WatchedEngine, every_s: float) -> None:
 
     try:
         first = Fitted(draw(watched.look(), watched.url))
-        with Live(first, screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(every_s)
+        with _keys_at_once(), Live(first, screen=True, auto_refresh=False) as live:
+            while not _is_quit_within(every_s):
                 live.update(Fitted(draw(watched.look(), watched.url)), refresh=True)
     except KeyboardInterrupt:
         return
+
+
+@contextmanager
+def _keys_at_once() -> Iterator[None]:
+    """Have the terminal pass on each key when it is pressed, and not show it."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _is_quit_within(seconds: float) -> bool:
+    """Wait, at most until a key is pressed. Return whether it is q."""
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return False
+    readable, _, _ = select.select([sys.stdin], [], [], seconds)
+    return bool(readable) and b"q" in os.read(sys.stdin.fileno(), 64)

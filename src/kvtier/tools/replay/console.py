@@ -48,7 +48,8 @@ def show_result(console: Console, result: ReplayResult) -> None:
         title = f"A disk below {above} host memory"
         if result.disk:
             console.print(_sizes(title, result.disk, result, is_disk=True))
-    console.print(_setups(result))
+    if result.evidence.has_contents:
+        console.print(_setups(result))
     console.print(_assumptions(result))
     for note in result.facts.notes:
         say(printable(note), "dim")

@@ -28,16 +28,20 @@ class Evidence:
         age_p50_s, age_p90_s: quantiles of the time between two uses of a block; None if no block is
             reused.
         window_s: duration of the trace.
+        has_contents: whether the trace says which prompts begin alike.
     """
 
     num_reuses: int
     age_p50_s: float | None
     age_p90_s: float | None
     window_s: float
+    has_contents: bool = True
 
     @property
     def weakness(self) -> str:
         """Reason why nothing can be recommended; "" if there is none."""
+        if not self.has_contents:
+            return "it has the lengths of prompts, and not which of them begin alike"
         if self.window_s <= 0:
             return "all its requests come at one time"
         if self.num_reuses < LEAST_REUSES:
@@ -54,7 +58,7 @@ def gather(trace: Trace, segments: Segments) -> Evidence:
     ages = trace.times[segments.request[reuse]] - trace.times[segments.previous[reuse]]
     p50, p90 = _weighted(ages, segments.length[reuse].astype(np.float64), (0.5, 0.9))
     num_reuses = len(np.unique(segments.request[reuse]))
-    return Evidence(num_reuses, p50, p90, trace.window_s)
+    return Evidence(num_reuses, p50, p90, trace.window_s, trace.has_contents)
 
 
 def rate_per_hour(trace: Trace, values: Floats) -> Estimate:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from kvtier.observe.recording import Chains
 
 TIME_UNITS = ("auto", "s", "ms")
+TOKENIZER = (
+    "Tokenizer for traces with text: a tokenizer.json, its directory, or a name of the Hugging "
+    "Face hub."
+)
 TIERS, MODEL, PRICES = "Tiers", "Model and machine", "Prices"
 
 
@@ -28,13 +32,16 @@ class ReadOptions:
     block_tokens: int = setting(0, "Tokens per block; 0 takes the trace's own, 64 for logs.")
     coarsen: int = setting(1, "Blocks of the trace to merge into one.")
     sessions: int = setting(0, "Agentic sessions to replay; 0 for all.")
-    hours: float = setting(8.0, "Hours within which agentic sessions start.")
+    hours: float = setting(
+        8.0, "Hours within which agentic sessions start, and requests without times come."
+    )
     seed: int = setting(11, "Seed of the sessions' start times.")
     shared_prefix: bool = setting(
         True,
         "Sessions with equal lengths of tools and system prompt share these.",
         option={"names": "--shared-prefix/--private-prefix"},
     )
+    tokenizer: str = setting("", TOKENIZER, shown="none")
     time_unit: str = setting("auto", "Unit of the timestamps of hashed traces: auto, s or ms.")
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from kvtier.tools.replay.segments import find_segments
 from kvtier.tools.replay.sizing import SizeChoice, Sizing, usual_sizes
 from kvtier.tools.replay.trace import Ints, Trace
 from kvtier.tools.replay.traces import read_traces
+from kvtier.tools.replay.traces.lines import check_file
 from kvtier.tools.report.progress import Progress
 
 PER_MILLE = 1000
@@ -48,6 +49,8 @@ class _Replay:
             parse_size(options.host_capacity, "host_capacity"),
             parse_size(options.disk_capacity, "disk_capacity"),
         )
+        for path in options.paths:
+            check_file(path)
         done = self._steps("read")
         self._trace = read_traces(options.paths, options.read, done)
         done(1, 1)
@@ -58,7 +61,7 @@ class _Replay:
         machine = self._machine
         self._block_bytes = self._trace.block_tokens * machine.bytes_per_token
         self._unique_bytes = self._segments.num_unique * self._block_bytes
-        self._sizes = self._tier_sizes(wanted)
+        self._sizes = self._tier_sizes(wanted) if self._trace.has_contents else []
         # Hits in the engine's own memory, which is assumed to be LRU.
         self._device = self._replayer.hits(LRU, machine.device_bytes // self._block_bytes).found
         self._num_supported = self._segments.num_unique // LEAST_TURNS

@@ -38,6 +38,8 @@ def money(amount: float) -> str:
 
 def headline(result: ReplayResult) -> str:
     """Return the result of the replay in one short sentence."""
+    if not result.evidence.has_contents:
+        return "Lengths alone do not tell what a cache would save."
     if result.choice is None or not _judged(result):
         if not result.host and not result.evidence.weakness:
             return "The device pool holds the whole trace."
@@ -55,9 +57,14 @@ def headline(result: ReplayResult) -> str:
 def subtitle(result: ReplayResult) -> str:
     """Return what was replayed, in two sentences."""
     facts = result.facts
-    return (
+    what = (
         f"{counted(facts.num_requests, 'request')} over {duration(facts.window_s)}, "
-        f"{facts.tokens:,} prompt tokens in blocks of {facts.block_tokens}. An unlimited "
+        f"{facts.tokens:,} prompt tokens in blocks of {facts.block_tokens}."
+    )
+    if not result.evidence.has_contents:
+        return what
+    return (
+        f"{what} An unlimited "
         f"cache would hit {percent(facts.ceiling)} of the blocks and save "
         f"{percent(result.ceiling.time_ratio)} of the prefill time."
     )
@@ -79,6 +86,8 @@ def paragraphs(result: ReplayResult) -> list[str]:
 def _refusal(result: ReplayResult) -> str:
     """Return why nothing can be recommended, or ""."""
     evidence = result.evidence
+    if not evidence.has_contents:
+        return _by_lengths(result)
     if evidence.weakness:
         return (
             f"Too small to tell: {evidence.weakness}. Record more of your server's requests: "
@@ -96,6 +105,24 @@ def _refusal(result: ReplayResult) -> str:
             "Record more of your server's requests."
         )
     return ""
+
+
+def _by_lengths(result: ReplayResult) -> str:
+    """Return what follows from lengths and times alone, and what does not."""
+    facts = result.facts
+    text = (
+        "Which prompts begin alike is not in the trace, so neither hits nor the worth of memory "
+        "can be told. Computing all prompts takes "
+        f"{duration(facts.computing_s)} of an accelerator"
+    )
+    if facts.window_s > 0:
+        kv_bytes = facts.tokens * result.machine.bytes_per_token * 3600 / facts.window_s
+        text += (
+            f", {facts.computing_s / facts.window_s:.2g} accelerators on average; a cache saves "
+            f"at most that. The prompts have {capacity(int(kv_bytes))} of KV an hour: of this size "
+            "a cache keeps each block for an hour on average"
+        )
+    return f"{text}. To know more, record your server's requests (kvtier serve --record)."
 
 
 def _basis(result: ReplayResult) -> str:

@@ -40,6 +40,7 @@ class Trace:
         block_tokens: tokens per block.
         notes: assumptions made when reading the file, in sentences.
         has_year: False if ``times`` are from a log without years.
+        has_contents: False if only the lengths of prompts are known, and not which begin alike.
     """
 
     times: Floats
@@ -50,6 +51,7 @@ class Trace:
     block_tokens: int
     notes: tuple[str, ...] = ()
     has_year: bool = True
+    has_contents: bool = True
 
     @property
     def num_requests(self) -> int:
@@ -220,5 +222,6 @@ def joined(traces: Sequence[Trace]) -> Trace:
         np.concatenate([trace.output_tokens for trace in traces]),
         sizes[0],
         tuple(notes),
+        has_contents=all(trace.has_contents for trace in traces),
     )
     return in_order(whole)

@@ -203,6 +203,11 @@ def _encoding(path: Path, unpacked: IO[bytes]) -> str:
     return "utf-16" if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
+def check_file(path: Path) -> None:
+    """Raise ``ConfigError`` for a file that can't be opened."""
+    _raw(path).close()
+
+
 def _raw(path: Path) -> IO[bytes]:
     """Open a file. Raise ``ConfigError`` for a pipe or a device, without waiting for it."""
     try:

@@ -11,7 +11,7 @@ from typing import Protocol
 from kvtier.core.errors import ConfigError
 from kvtier.tools.replay.options import ReadOptions
 from kvtier.tools.replay.trace import Trace, joined
-from kvtier.tools.replay.traces import agentic, hashed, recorded, request_log
+from kvtier.tools.replay.traces import agentic, hashed, lengths, recorded, request_log, texts
 from kvtier.tools.replay.traces.clock import YEAR_S
 from kvtier.tools.replay.traces.lines import TraceLine, lines_of
 from kvtier.tools.replay.traces.log_lines import log_lines
@@ -33,7 +33,7 @@ class Format(Protocol):
         """Return the trace. file_number: distinguishes the block ids of different files."""
 
 
-TABLES: tuple[Format, ...] = (recorded, hashed, agentic)
+TABLES: tuple[Format, ...] = (recorded, hashed, agentic, texts, lengths)
 """Formats in which every line is a request. The others are logs, with other lines, too."""
 FORMATS: tuple[Format, ...] = (*TABLES, request_log)
 
@@ -106,6 +106,7 @@ def _read(path: Path, options: ReadOptions, number: int, tell: Callable[[int], N
             return request_log.read(chain([line], lines), options, number)
     raise ConfigError(
         f"{path}: none of the known traces ({', '.join(each.NAME for each in FORMATS)}): its first "
-        "line is of none of them, and no line has a request with token ids; "
-        "docs/guides/sizing.md says how a server logs these"
+        "line is of none of them, and no line has a request with token ids. Have a server log "
+        "these: vLLM by --enable-log-requests with VLLM_LOGGING_LEVEL=DEBUG, SGLang by "
+        "--log-requests --log-requests-level 3"
     )

@@ -94,8 +94,10 @@ def write_trace(trace: Trace, salt: str, path: Path) -> int:
         path: the file.
 
     Raises:
-        ConfigError: the file exists already.
+        ConfigError: the file exists already, or the trace has no contents.
     """
+    if not trace.has_contents:
+        raise ConfigError("there is nothing to record of lengths alone; replay the trace itself")
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:
