@@ -99,7 +99,7 @@ class Conversations:
         if size > 2 and self._random.random() < 0.3:
             handles[0].abort()
         for at, handle in zip(chosen, handles, strict=True):
-            done = handle.result(300)
+            done = handle.result(3600)
             self._note(done, row)
             salt, prompt = self._all[at]
             if self._random.random() < 0.6:  # others repeat their prompt
