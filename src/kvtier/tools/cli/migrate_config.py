@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -127,6 +129,11 @@ def _serde(to: Translation, name: str, value: Any) -> None:
         to.note(name, f"{value} changes the KV; codec lossless makes it smaller, with equal bits")
 
 
+def _generated(to: Translation, _: str, value: Any) -> None:
+    if value:
+        to.settings["offload_prompt_only"] = False
+
+
 def _tiers(to: Translation, name: str, value: Any) -> None:
     for tier in value:
         settings = {key: part for key, part in tier.items() if key != "type"}
@@ -234,7 +241,7 @@ def translate_connectors(given: Mapping[str, Any], to: Translation) -> list[Mapp
 
 def migrate_config(
     file: Annotated[
-        typer.FileText,
+        Path,
         typer.Argument(
             help="LMCache's or UCM's YAML, a file of LMCACHE_... variables, Mooncake's JSON, or "
             "the value of vLLM's --kv-transfer-config; - for standard input."
@@ -250,7 +257,8 @@ def migrate_config(
     """
     from kvtier.connectors.vllm.shared.fronts import front_named, transfer_config
 
-    given, to, kept = read(file.read()), Translation(ranks), []
+    text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    given, to, kept = read(text), Translation(ranks), []
     if "kv_connector" in given:
         kept = translate_connectors(given, to)
     else:
