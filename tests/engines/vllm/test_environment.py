@@ -113,6 +113,6 @@ def test_a_server_finds_after_a_restart_what_it_has_stored(tmp_path: Path) -> No
         server.stop()
     first, second = answers
     assert (first.num_cached, second.num_cached) == (0, 6 * BLOCK)
-    assert first.answer == second.answer
+    assert first.answer[0] == second.answer[0], "the tokens; the first was computed in one piece"
     line = f"as the environment asks: KVTIER_DISK_PATH={slab}, KVTIER_DISK_CAPACITY=64MiB"
     assert server.log.count(line) == 2, "one line per start"

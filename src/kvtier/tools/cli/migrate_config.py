@@ -206,7 +206,7 @@ def read(text: str) -> dict[str, Any]:
         switch = {"true": True, "false": False}
         return {name: switch.get(value.lower(), value) for name, value in words.items()}
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
     except ImportError:
         raise ConfigError(
             "PyYAML, which vLLM and SGLang bring, is missing: pip install pyyaml"
