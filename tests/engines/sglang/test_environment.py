@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.engines.sglang.servers import LONG, NUM_WHOLE, PAGE, prompt, server
 @pytest.mark.parametrize("front", ["storage back end", "linker"])
 def test_a_server_finds_after_a_restart_what_it_has_stored(tmp_path: Path, front: str) -> None:
     folder, log, tokens = tmp_path / "slab", tmp_path / "log", prompt(1, LONG)
-    variables = {
+    variables: dict[str, Any] = {
         "KVTIER_DISK_PATH": str(folder),
         "KVTIER_DISK_CAPACITY": "256MiB",
         "KVTIER_LOAD_POLICY": "always",

@@ -127,7 +127,11 @@ def test_files_of_other_caches_are_read(given: dict[str, Any], setting: str, val
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("[]", "no settings in it; give an LMCache"), ("a: [", "neither YAML nor JSON")],
+    [
+        ("[]", "no settings in it; give an LMCache"),
+        ("a: [", "neither YAML nor JSON"),
+        ("max_local_cpu_size: much", "max_local_cpu_size can't be 'much'; write a number"),
+    ],
 )
 def test_what_is_no_configuration_is_refused(text: str, sentence: str) -> None:
     result = _run(text)

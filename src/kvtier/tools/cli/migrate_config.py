@@ -83,7 +83,11 @@ class Translation:
 
 def _size(setting: str, unit: int, *, is_per_rank: bool = False) -> Callable[..., None]:
     def translate(to: Translation, name: str, value: Any) -> None:
-        if not (num_bytes := int(float(value) * unit) * (to.ranks if is_per_rank else 1)):
+        try:
+            num_bytes = int(float(value) * unit) * (to.ranks if is_per_rank else 1)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name} can't be {value!r}; write a number") from None
+        if not num_bytes:
             return
         is_whole = num_bytes % (1 << 20) == 0
         to.settings[setting] = f"{num_bytes / GIB:g}GiB" if is_whole else num_bytes
@@ -227,7 +231,11 @@ def translate_connectors(given: Mapping[str, Any], to: Translation) -> list[Mapp
     """Translate a ``--kv-transfer-config``. Return the connectors that stay beside kvtier."""
     name, extra = given["kv_connector"], given.get("kv_connector_extra_config") or {}
     if name == "MultiConnector":
-        return [kept for inside in extra["connectors"] for kept in translate_connectors(inside, to)]
+        return [
+            kept
+            for inside in extra.get("connectors") or ()
+            for kept in translate_connectors(inside, to)
+        ]
     if name in KEPT:
         return [given]
     if mode := MODES.get(given.get("kv_role", "")):
