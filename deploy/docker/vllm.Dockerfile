@@ -2,8 +2,7 @@
 # vLLM with kvtier in its environment. From the root of the repository:
 #
 #   docker build -f deploy/docker/vllm.Dockerfile -t vllm-kvtier .
-#   docker run --gpus all vllm-kvtier MODEL --kv-transfer-config \
-#     "$(docker run --rm --entrypoint kvtier vllm-kvtier vllm-args --json --host-capacity 64GiB)"
+#   docker run --gpus all --env KVTIER_HOST_CAPACITY=64GiB vllm-kvtier MODEL
 #
 # Another image with vLLM 0.32 or 0.33, such as one for ROCm or a CPU: --build-arg VLLM=...
 ARG VLLM=vllm/vllm-openai:v0.32.0

@@ -92,3 +92,28 @@ def test_another_vllm_is_told_and_goes_on(
     register()
     assert "kvtier can't be used by this vLLM: made for 0.30 to 0.33" in caplog.text
     assert "OffloadingSpecFactory" in caplog.text
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_engine_args_are_wrapped_only_if_the_environment_asks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_asked: bool
+) -> None:
+    class EngineArgs:
+        def create_engine_config(self) -> str:
+            return "vLLM's"
+
+    created = EngineArgs.create_engine_config
+    _vllm(monkeypatch)
+    for name in ("vllm.engine", "vllm.engine.arg_utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    vars(sys.modules["vllm.engine.arg_utils"])["EngineArgs"] = EngineArgs
+    monkeypatch.setenv("KVTIER_DISK_CAPACITY", "1GiB")
+    if is_asked:
+        monkeypatch.setenv("KVTIER_DISK_PATH", "/nvme")
+    register()
+    register()
+    wrapped = EngineArgs.create_engine_config
+    assert (wrapped is not created) == is_asked
+    if is_asked:
+        assert vars(wrapped)["__wrapped__"] is created, "wrapped once"
+    assert "can't be used" not in caplog.text

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from kvtier.connectors.common.environment import asked, settings_in_environment
 from kvtier.connectors.vllm.shared.settings import VllmSettings
 
 ROOT = Path(__file__).parents[2]
@@ -90,14 +91,17 @@ def test_images_are_built_of_what_is_there(name: str, calls: Path) -> None:
     assert (ROOT / file).samefile(DEPLOY / f"docker/{name}.Dockerfile")
 
 
-def test_vllm_in_a_container_is_given_json(calls: Path) -> None:
+def test_vllm_in_a_container_is_asked_by_a_variable(
+    calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build, started = run(HEADS["docker/vllm.Dockerfile"], calls)
     image = build[build.index("-t") + 1]
-    assert started[:5] == ["docker", "run", "--gpus", "all", image]
-    _, option, value = started[5:]
-    assert option == "--kv-transfer-config"
-    extra = json.loads(value)["kv_connector_extra_config"]
-    assert VllmSettings.read(extra).host_capacity == "64GiB"
+    assert started[:4] == ["docker", "run", "--gpus", "all"]
+    option, variable, *rest = started[4:]
+    assert (option, rest) == ("--env", [image, "MODEL"])
+    monkeypatch.setenv(*variable.split("="))
+    assert asked() == ["KVTIER_HOST_CAPACITY"]
+    assert VllmSettings.read(settings_in_environment(VllmSettings)).host_capacity == "64GiB"
 
 
 @pytest.mark.parametrize("name", ["compose/compose.yaml", "compose/node.yaml"])

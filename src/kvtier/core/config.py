@@ -160,6 +160,14 @@ def choose(settings: object) -> None:
         object.__setattr__(settings, name, kind(value))
 
 
+def variable_of(name: str) -> str:
+    """Return the environment variable of a setting; "" if it has none.
+
+    ``encryption_key`` has none: its variable holds the keys themselves, not where they are.
+    """
+    return "" if name == "encryption_key" else f"KVTIER_{name.upper()}"
+
+
 CHOICES: dict[str, type[StrEnum]] = {
     "mode": CacheMode,
     "write_policy": WritePolicy,

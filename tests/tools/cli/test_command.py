@@ -78,6 +78,7 @@ def impossible(folder: Path) -> dict[str, list[str]]:
         "verify": [nothing],
         "vllm-args": ["--host-capacity", "much"],
         "sglang-args": ["--disk-path", nothing, "--disk-capacity", "much"],
+        "migrate-config": [nothing],
         "node run": ["--host-capacity", "much"],
         **{f"node {name}": ["--socket", nothing] for name in ("status", "clear", "quota")},
         **{

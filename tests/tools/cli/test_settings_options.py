@@ -58,3 +58,30 @@ def test_zero_that_was_given_is_not_the_default() -> None:
 
     assert CliRunner().invoke(command, ["--lookup-deadline-s", "0"]).exit_code == 0
     assert seen == {"lookup_deadline_s": 0.0}
+
+
+def test_options_have_the_values_of_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_HOST_CAPACITY", "2GiB")
+    monkeypatch.setenv("KVTIER_STORAGE", "valkey://a s3://b/c")
+    monkeypatch.setenv("KVTIER_ENCRYPTION_KEY", "00" * 32)
+    shown = CliRunner().invoke(app, ["vllm-args", "--host-capacity", "3GiB"]).stdout
+    assert '{"spec_name":"kvtier","host_capacity":"3GiB","storage":["valkey://a","s3://b/c"]}' in (
+        shown
+    )
+    assert '"host_capacity":"2GiB"' in CliRunner().invoke(app, ["sglang-args"]).stdout
+    monkeypatch.setenv("KVTIER_EVICTION_POLICY", "mru")
+    refused = CliRunner().invoke(app, ["vllm-args"])
+    assert refused.exit_code != 0
+
+
+@pytest.mark.parametrize("command", [["serve"], ["node", "run"]])
+def test_variables_are_those_of_the_cache_and_not_of_one_command(command: list[str]) -> None:
+    found = typer.main.get_command(app)
+    for name in command:
+        found = found.commands[name]  # type: ignore[attr-defined]
+    variables = {param.name: param.envvar for param in found.params if param.envvar}
+    expected = {"host_capacity", "disk_path", "disk_capacity", "storage", "codec"}
+    assert expected <= set(variables)
+    assert variables == {name: f"KVTIER_{name.upper()}" for name in variables}
+    # An orchestrator sets KVTIER_PORT for a service called kvtier.
+    assert not {"port", "host", "socket", "api_key", "encryption_key"} & set(variables)

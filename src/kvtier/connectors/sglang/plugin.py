@@ -6,6 +6,7 @@ import logging
 import os
 from importlib.util import find_spec
 
+from kvtier.connectors.common.environment import asked
 from kvtier.connectors.sglang.shared.hooks import Hooks
 from kvtier.observe.logs import log_in_engine
 
@@ -19,8 +20,9 @@ def register() -> None:
     """Install the hooks around SGLang functions. Never raises.
 
     They measure steps, notice new weights, let requests wait for the linker, and provide copies
-    that SGLang lacks on a CPU, or, if enabled, on Ascend. SGLang calls this even if kvtier is not
-    used, so a hook without a listener only calls the original.
+    that SGLang lacks on a CPU, or, if enabled, on Ascend. If the environment asks for kvtier, one
+    adds its options. SGLang calls this even if kvtier is not used, so a hook without a listener
+    only calls the original.
     """
     log_in_engine(logging.root)
     try:
@@ -29,6 +31,13 @@ def register() -> None:
 
         for name, hook in wrapping_hooks().items():
             HookRegistry.register(name, hook, HookType.AROUND)
+        if asked():
+            from sglang.srt.server_args import ServerArgs
+
+            from kvtier.connectors.sglang.shared.environment import add_storage, hooked_method
+
+            method = f"sglang.srt.server_args.ServerArgs.{hooked_method(ServerArgs)}"
+            HookRegistry.register(method, add_storage, HookType.BEFORE)
         if is_cpu():
             from kvtier.connectors.sglang.copies.cpu_copies import hooks
 

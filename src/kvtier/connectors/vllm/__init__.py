@@ -20,7 +20,8 @@ vLLM, since dashboards know them by these.
 recording.py records the engine's requests. The ladder decides, in the scheduler's process, for all
 ranks (RankMover); every rank keeps its shard of a block in the same host slot and carries out
 orders. contract.py lists what kvtier relies on; entry.py compares it before anything else.
-registry.py returns kvtier's connectors for configurations that name them. standalone/ has a tier
+registry.py returns kvtier's connectors for configurations that name them; environment.py names them
+if variables of the environment ask for it. standalone/ has a tier
 and a policy for vLLM's own tiers.
 """
 
@@ -29,6 +30,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
+from kvtier.connectors.common.environment import asked
 from kvtier.connectors.vllm.offloading.contract import NEWEST, OLDEST
 from kvtier.connectors.vllm.shared.registry import OWN_NAME, SPEC_NAME, wrap_factory
 
@@ -57,10 +59,21 @@ def register() -> None:
                 SPEC_NAME, "kvtier.connectors.vllm.entry", "KvtierSpec"
             )
         _register_pieces()
+        if asked():
+            _wrap_engine_args()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         logger.warning(
             "kvtier can't be used by this vLLM: made for %s to %s, it met %r", OLDEST, NEWEST, error
         )
+
+
+def _wrap_engine_args() -> None:
+    """Have vLLM add kvtier's connector by itself."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from kvtier.connectors.vllm.shared.environment import wrap_engine_args
+
+    wrap_engine_args(EngineArgs)
 
 
 def _register_pieces() -> None:

@@ -24,8 +24,6 @@ from kvtier.core.config import (
 )
 from kvtier.tools.cli.settings_options import settings_options
 
-ENTRY: Final = "kvtier.connectors.sglang.entry"
-"""Module that SGLang loads."""
 AsJson = Annotated[
     bool,
     typer.Option(
@@ -79,7 +77,9 @@ def _as_json(settings: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-@settings_options(EngineSettings, [*SETTINGS, "storage_stages"], host_capacity="4GiB")
+@settings_options(
+    EngineSettings, [*SETTINGS, "storage_stages"], reads_environment=True, host_capacity="4GiB"
+)
 def vllm_args(
     blocks_per_chunk: Annotated[
         int, typer.Option(min=1, help="Number of vLLM blocks per kvtier block.")
@@ -103,61 +103,34 @@ def vllm_args(
 
     In a script: --kv-transfer-config "$(kvtier vllm-args --json ...)".
     """
-    from kvtier.connectors.vllm.shared.fronts import front_named
+    from kvtier.connectors.vllm.shared.fronts import front_named, transfer_config
     from kvtier.connectors.vllm.shared.grid import SCHEDULER
-    from kvtier.connectors.vllm.shared.settings import VllmSettings
 
-    front = front_named(connector)
-    extra: dict[str, object] = {**front.extra, **_as_json(settings)}
-    if "node" in settings:
-        extra.pop("host_capacity", None)
+    extra = _as_json(settings)
     if blocks_per_chunk > 1:
         extra["blocks_per_chunk"] = blocks_per_chunk
     if grid:
         extra["grid"] = grid
-    VllmSettings.read(extra)  # raises here what vLLM would raise at its start
-    config = {
-        "kv_connector": front.connector,
-        **front.config,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
+    config = transfer_config(front_named(connector), extra)
     text = json.dumps(config, separators=(",", ":"))
     scheduler = f"--scheduler-cls {SCHEDULER} " if grid else ""
     typer.echo(text if only_json else f"{scheduler}--kv-transfer-config {shlex.quote(text)}")
 
 
-@settings_options(EngineSettings, [*SETTINGS, "load_policy", "namespace"])
+@settings_options(EngineSettings, [*SETTINGS, "load_policy", "namespace"], reads_environment=True)
 def sglang_args(only_json: AsJson = False, *, settings: Mapping[str, object]) -> None:
     """Print the options that enable kvtier in SGLang, to be appended to its launch command.
 
     With --host-capacity it is the linker, which replaces SGLang's own hierarchical cache, and has
     the disk and any number of stores below it. Without, a disk or one store is below that cache.
     """
-    from kvtier.connectors.sglang.shared.settings import LinkerSettings, StorageSettings
+    from kvtier.connectors.sglang.shared.server_options import server_options
 
-    ours = _as_json(settings)
-    is_linked = "host_capacity" in ours
-    read = LinkerSettings.read(ours) if is_linked else StorageSettings.read(ours)
-    if is_linked:
-        option, name = "--unified-cache-external-linker", "--enable-unified-cache-external-linker"
-        config: dict[str, object] = {
-            "linker": "KvtierLinker",
-            "linker_module_path": ENTRY,
-            "linker_extra_config": ours,
-        }
-    else:
-        option, name = "--hicache-storage", "--enable-hierarchical-cache"
-        config = {
-            "backend_name": "kvtier",
-            "module_path": ENTRY,
-            "class_name": "KvtierStorage",
-            "interface_v1": 1,
-            "hicache_storage_pass_prefix_keys": True,
-            **ours,
-        }
-    text = json.dumps(config, separators=(",", ":"))
+    options = server_options(_as_json(settings))
+    *_, config = options.values()
+    text = config if isinstance(config, str) else json.dumps(config, separators=(",", ":"))
     if only_json:
         typer.echo(text)
-    else:
-        typer.echo(f"{name} {option}-backend dynamic {read.option} {shlex.quote(text)}")
+        return
+    first, way, option = ("--" + name.replace("_", "-") for name in options)
+    typer.echo(f"{first} {way} dynamic {option} {shlex.quote(text)}")

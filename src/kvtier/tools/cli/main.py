@@ -17,6 +17,7 @@ from kvtier.tools.cli.doctor import doctor
 from kvtier.tools.cli.engine_args import sglang_args, vllm_args
 from kvtier.tools.cli.explain import explain
 from kvtier.tools.cli.inspect import inspect
+from kvtier.tools.cli.migrate_config import migrate_config
 from kvtier.tools.cli.node import app as node
 from kvtier.tools.cli.ping import describe, ping
 from kvtier.tools.cli.record import record
@@ -48,6 +49,7 @@ app.command()(inspect)
 app.command()(verify)
 app.command("vllm-args")(vllm_args)
 app.command("sglang-args")(sglang_args)
+app.command("migrate-config")(migrate_config)
 app.add_typer(node, name="node")
 app.add_typer(remote, name="remote")
 app.add_typer(bench, name="bench")

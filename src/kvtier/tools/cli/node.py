@@ -80,7 +80,7 @@ Wait = Annotated[float, typer.Option("--timeout-s", help="Longest wait for stora
 
 
 @app.command()
-@settings_options(NodeConfig)
+@settings_options(NodeConfig, reads_environment=True)
 def run(
     quota: Annotated[
         list[str] | None,

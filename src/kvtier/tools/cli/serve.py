@@ -48,6 +48,7 @@ class LogLevel(StrEnum):
         "eviction_policy",
     ],
     CACHE,
+    reads_environment=True,
     host_capacity="2x",
 )
 @settings_options(EngineConfig, panel="Model", into="engine")

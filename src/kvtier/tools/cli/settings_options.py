@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from kvtier.core.config import CHOICES
+from kvtier.core.config import CHOICES, variable_of
 
 MAIN: Final = ("host_capacity", "disk_path", "disk_capacity", "storage", "node")
 """The settings that matter: help shows them before all others."""
@@ -27,6 +27,8 @@ def settings_options(
     names: Sequence[str] = (),
     panel: str | None = None,
     into: str = "settings",
+    *,
+    reads_environment: bool = False,
     **defaults: object,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command an option for each of some settings, the main ones first.
@@ -38,10 +40,19 @@ def settings_options(
         names: of its fields; by default, all that say what they mean.
         panel: panel of the help for those that name none.
         into: argument of the command for the values. The decorator may be repeated.
+        reads_environment: whether each option that is not given has the value of its variable
+            (``variable_of``), if the setting belongs to a cache and not to one command.
         defaults: defaults of this command alone.
     """
     known = {field.name: field for field in fields(kind) if "meaning" in field.metadata}
     names = names or [*known]
+    shared = reads_environment and {
+        name
+        for part in kind.__mro__
+        if part.__module__ == variable_of.__module__
+        for name in vars(part).get("__annotations__", ())
+    }
+    variables = {name: variable_of(name) for name in shared or ()}
     main = [name for name in names if name in MAIN and not known[name].metadata["panel"]]
     others = [name for name in names if name not in main]
 
@@ -52,9 +63,9 @@ def settings_options(
         is_option = [isinstance(_typer_info(each), typer.models.OptionInfo) for each in own]
         parameters = [
             *compress(own, map(not_, is_option)),
-            *(_parameter(known[name], MAIN_PANEL, defaults) for name in main),
+            *(_parameter(known[name], MAIN_PANEL, defaults, variables) for name in main),
             *compress(own, is_option),
-            *(_parameter(known[name], panel, defaults) for name in others),
+            *(_parameter(known[name], panel, defaults, variables) for name in others),
         ]
 
         @wraps(command)
@@ -87,7 +98,10 @@ def _typer_info(parameter: inspect.Parameter) -> object:
 
 
 def _parameter(
-    field: Field[Any], panel: str | None, defaults: Mapping[str, object]
+    field: Field[Any],
+    panel: str | None,
+    defaults: Mapping[str, object],
+    variables: Mapping[str, str],
 ) -> inspect.Parameter:
     name, kind = field.name, str(field.type)
     is_list = "Sequence[" in kind
@@ -103,6 +117,8 @@ def _parameter(
         help=str(field.metadata["meaning"]) + " Repeat the option for several." * is_list,
         rich_help_panel=field.metadata["panel"] or panel,
         show_default=shown if shown and not default else True,
+        envvar=variables.get(name) or None,
+        show_envvar=False,
         **more,
     )
     if is_list:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvtier.connectors.common.contract import Contract, version_of
 from kvtier.connectors.vllm.kv_connector import contract as kv_connector
 from kvtier.connectors.vllm.offloading import contract as offloading
 from kvtier.connectors.vllm.shared.registry import CONNECTOR_NAME, OWN_NAME, SPEC_NAME
+from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.core.errors import ConfigError
 
 
@@ -93,3 +95,20 @@ def front_named(connector: str) -> Front:
             return front
     names = ", ".join(each.connector for each in FRONTS)
     raise ConfigError(f"connector: {connector!r} is none of auto, {names}")
+
+
+def transfer_config(front: Front, settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return the fields of ``--kv-transfer-config`` that enable kvtier.
+
+    Raises ``ConfigError`` for settings that vLLM would be refused at its start.
+    """
+    extra: dict[str, object] = {**front.extra, **settings}
+    if "node" in settings:
+        extra.pop("host_capacity", None)  # the node's memory is used instead
+    VllmSettings.read(extra)
+    return {
+        "kv_connector": front.connector,
+        **front.config,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
