@@ -96,7 +96,7 @@ def without_engine(*arguments: str, missing: Sequence[str] = MISSING) -> list[st
             ["--eviction-policy", "newest"],
             "--eviction-policy: 'newest' is unknown; use one of runs, lru, arc, s3fifo, lfuda",
         ),
-        (["--storage", "shelf:/path"], "no plug-in 'shelf' in kvtier.tiers; known: az, disk"),
+        (["--storage", "shelf:/path"], "no plug-in 'shelf' in kvtier.tiers; known: az, dir, disk"),
         (["--storage", "host=disk:/x"], "--storage: two tiers are called 'host'; name one of them"),
         (["--host-capacity", "4 apples"], "--host-capacity: can't read"),
         (["--device-capacity", "4 apples"], "--device-capacity: can't read"),

@@ -173,7 +173,7 @@ def test_the_command_has_a_key_and_a_salt(engine: Engine) -> None:
     [
         ("ftp://h", "x", "URL: 'ftp://h' is no address of a server; give http://host:port"),
         ("http://127.0.0.1:1", "x", "url: http://127.0.0.1:1/v1/models does not answer"),
-        (None, "", "prompt_file: the prompt is empty"),
+        (None, "", "--prompt-file: the prompt is empty"),
         (None, "too long " * 100_000, "refuses: The prompt has"),
     ],
 )
