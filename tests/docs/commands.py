@@ -45,6 +45,7 @@ OTHERS = frozenset(
             "set",
             "systemctl",
             "systemd-sysusers",
+            "timeout",
         ),
     }
 )

@@ -288,6 +288,7 @@ def test_every_load_of_a_checkpoint_says_that_its_code_is_not_trusted() -> None:
         for path in (ROOT / folder).rglob("*.py")
         for call in ast.walk(ast.parse(path.read_text()))
         if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "from_pretrained"
+        if ast.unparse(call.func) != "Tokenizer.from_pretrained"  # of tokenizers: has no code
     ]
     assert len(loads) >= 3
     for path, call in loads:

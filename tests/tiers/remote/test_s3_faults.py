@@ -174,7 +174,7 @@ def test_store_that_can_not_be_reached_at_the_start_comes_later(
     later = Proxy(port_of(bucket.url), port=port)
     wait_until(lambda: User(tier).find(0) == [THERE])
     assert User(tier).put(1) == User(tier).get(1) == User(tier).get(0) == [THERE]
-    assert tier.findings()[1].found == "in use"
+    wait_until(lambda: tier.findings()[1].found == "in use")
     tier.close()
     later.close()
     assert sum("does not answer" in line.message for line in caplog.records) == 1

@@ -16,7 +16,6 @@ from kvtier.connectors.common.contract import Contract, version_of
 from kvtier.connectors.vllm.kv_connector import contract as kv_connector
 from kvtier.connectors.vllm.offloading import contract as offloading
 from kvtier.connectors.vllm.shared.registry import CONNECTOR_NAME, OWN_NAME, SPEC_NAME
-from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.core.errors import ConfigError
 
 
@@ -102,6 +101,8 @@ def transfer_config(front: Front, settings: Mapping[str, object]) -> dict[str, A
 
     Raises ``ConfigError`` for settings that vLLM would be refused at its start.
     """
+    from kvtier.connectors.vllm.shared.settings import VllmSettings  # loads the index's core
+
     extra: dict[str, object] = {**front.extra, **settings}
     if "node" in settings:
         extra.pop("host_capacity", None)  # the node's memory is used instead
