@@ -232,7 +232,7 @@ def test_a_hit_in_the_engine_ends_at_a_chunk_of_which_it_has_all(policy: str, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("model", groups.ENGINES)
 def test_the_engine_keeps_states_with_the_prompts_that_are_worth_it(model: str) -> None:
-    trace, hits = some(tenants, 1500), []
+    trace, hits = some(tenants, 1000), []
     for policy in groups.POLICIES:
         replay = groups.EngineReplay(groups.ENGINES[model], policy, 300)
         for keys, now_s in zip(trace.chains, trace.times, strict=True):
