@@ -27,10 +27,11 @@ void bind_trie(nb::module_& module) {
            nb::lock_self())
       .def("asked", &BlockTrie::asked, nb::arg("namespace"), nb::arg("labels"), nb::arg("now"),
            nb::lock_self())
-      .def("asked_beside", &BlockTrie::asked_beside, nb::arg("namespace"), nb::arg("labels"),
-           nb::arg("num_before"), nb::arg("front"), nb::arg("at_end"), nb::arg("now"), nb::lock_self())
-      .def("retain", &BlockTrie::retain, nb::arg("namespace"), nb::arg("labels"), nb::arg("block_hint"),
-           nb::arg("now"), nb::lock_self())
+      .def("used_state", &BlockTrie::used_state, nb::arg("namespace"), nb::arg("labels"),
+           nb::arg("num_before"), nb::arg("front"), nb::arg("at_end"), nb::arg("now"),
+           nb::lock_self())
+      .def("retain", &BlockTrie::retain, nb::arg("namespace"), nb::arg("labels"),
+           nb::arg("block_hint"), nb::arg("now"), nb::lock_self())
       .def("admit", &BlockTrie::admit, nb::arg("blocks"), nb::arg("tier"), nb::arg("num_free"),
            nb::arg("least_chance"), nb::lock_self())
       .def("commit", &BlockTrie::commit, nb::arg("blocks"), nb::arg("tier"), nb::arg("now"),

@@ -24,8 +24,8 @@ namespace {
 
 class BlockTrie : public Blocks<trie::BlockTrie> {
  public:
-  BlockTrie(nb::tuple tiers, nb::tuple policies, nb::tuple states,
-            nb::handle labels_type, nb::handle match_type)
+  BlockTrie(nb::tuple tiers, nb::tuple policies, nb::tuple states, nb::handle labels_type,
+            nb::handle match_type)
       : Blocks(tiers, states, [&] { return trie::BlockTrie(checked_policies(tiers, policies)); }),
         labels_(labels_type),
         match_type_(nb::borrow(match_type)) {
@@ -66,8 +66,8 @@ class BlockTrie : public Blocks<trie::BlockTrie> {
     PyObject* found = nullptr;
     labels_.read(labels, [&](trie::Labels& path) {
       constexpr std::size_t kItem = sizeof(std::int64_t);
-      nb::object made = owned(
-          PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(path.size() * kItem)));
+      nb::object made =
+          owned(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(path.size() * kItem)));
       auto* const slots = reinterpret_cast<std::int64_t*>(PyBytes_AS_STRING(made.ptr()));
       const std::size_t num =
           index_.match_slots(to_name(space.ptr(), "a namespace"), path, at, slots);
@@ -119,7 +119,7 @@ class BlockTrie : public Blocks<trie::BlockTrie> {
         fail(PyExc_ValueError, "a slot for each block: %zu labels, %zu slots", path.size(),
              slots_.size());
       num_new = index_.insert(to_name(space.ptr(), "a namespace"), path, optional_block(after), at,
-                             slots_, now, hold, blocks_);
+                              slots_, now, hold, blocks_);
     });
     slots_.resize(blocks_.size());  // the path may end before the labels do
     return nb::make_tuple(numbers_of(blocks_), numbers_of(slots_), num_new);
@@ -131,12 +131,12 @@ class BlockTrie : public Blocks<trie::BlockTrie> {
       index_.asked(to_name(space.ptr(), "a namespace"), path, now);
     });
   }
-  void asked_beside(nb::handle space, nb::handle labels, std::uint32_t num_before,
-                    nb::handle front, bool at_end, double now) {
+  void used_state(nb::handle space, nb::handle labels, std::uint32_t num_before, nb::handle front,
+                  bool at_end, double now) {
     to_time(now);
     const BlockId block = to_number(front.ptr(), "a block");
     labels_.read(labels, [&](trie::Labels& path) {
-      index_.asked_beside(to_name(space.ptr(), "a namespace"), path, num_before, block, at_end, now);
+      index_.used_state(to_name(space.ptr(), "a namespace"), path, num_before, block, at_end, now);
     });
   }
   void retain(nb::handle space, nb::handle labels, nb::handle said, double now) {
@@ -146,8 +146,7 @@ class BlockTrie : public Blocks<trie::BlockTrie> {
       index_.retain(to_name(space.ptr(), "a namespace"), path, it, now);
     });
   }
-  nb::object admit(nb::handle blocks, nb::handle column, nb::handle num_free,
-                   double least_chance) {
+  nb::object admit(nb::handle blocks, nb::handle column, nb::handle num_free, double least_chance) {
     const std::size_t at = columns_.position(column);
     const std::size_t free = to_limit(num_free);
     read_blocks(blocks);
@@ -209,8 +208,8 @@ class BlockTrie : public Blocks<trie::BlockTrie> {
         const trie::Standing& standing = nodes.standing(index, column);
         const bool absent = at.state == State::absent;
         places.append(nb::make_tuple(state_object(at.state),
-                                     absent ? -1 : static_cast<long long>(at.slot),
-                                     standing.leases, standing.num_children));
+                                     absent ? -1 : static_cast<long long>(at.slot), standing.leases,
+                                     standing.num_children));
       }
       nb::object parent = nodes.is_block(index) ? number(nodes.id(node.parent)) : nb::none();
       return nb::make_tuple(number(nodes.id(index)), parent, bytes(index_.label(index)),

@@ -46,12 +46,12 @@ class Live {
   // Report a request. path: the names of its prefixes. found: items of its first blocks, as far as
   // they are resident.
   virtual void asked(std::span<const Key> path, std::span<const Index> found, double now) = 0;
-  // Report blocks that a request needs beside those of its prompt, such as a state, with the prompt's
-  // block `front`. path, found: as for `asked`. first: blocks of the path that are the prompt's.
-  // at_end: whether the prompt's end needs them, from which the next prompt probably goes on.
-  virtual void asked_beside(std::span<const Key> path, std::span<const Index> found,
-                            std::uint32_t first, Key front, bool at_end,
-                            double now) = 0;
+  // Report that a request uses, or is about to write, a state: blocks that it needs beside those of
+  // its prompt. path, found: as for `asked`. first: number of blocks of the path that belong to the
+  // prompt. front: name of the prompt's block whose KV the state continues. at_end: whether the
+  // state is needed at the prompt's end, from which the next prompt probably continues.
+  virtual void used_state(std::span<const Key> path, std::span<const Index> found,
+                          std::uint32_t first, Key front, bool at_end, double now) = 0;
   // Report blocks that follow the prefix `before` and were in no request, such as those of an
   // answer. They are expected from now on.
   virtual void continues(std::span<const Key> names, Key before) = 0;

@@ -58,8 +58,8 @@ class LiveQueues final : public Live {
       expected_.add(path[at], at > 0 ? path[at - 1] : 0, kNone, 0, static_cast<std::uint32_t>(at));
   }
 
-  void asked_beside(std::span<const Key> path, std::span<const Index> found, std::uint32_t, Key,
-                    bool, double now) override {
+  void used_state(std::span<const Key> path, std::span<const Index> found, std::uint32_t, Key, bool,
+                  double now) override {
     asked(path, found, now);
   }
 
@@ -71,15 +71,19 @@ class LiveQueues final : public Live {
       if (at >= found.size() + kAhead) queues_.prefetch(path[at - kAhead]);
       const Index entry = at < found.size() ? blocks_[found[at]].run : queues_.find(path[at]);
       if (entry == kNone) continue;
-      if (queues_.is_resident(entry)) queues_.hit(entry);
-      else queues_.missed(entry);
+      if (queues_.is_resident(entry))
+        queues_.hit(entry);
+      else
+        queues_.missed(entry);
     }
   }
 
   void continues(std::span<const Key> names, Key before) override {
     std::uint32_t at = 0;
-    if (const Index block = find(before); block != kNone) at = place_behind(block);
-    else if (const Expected::Entry* const entry = expected_.find(before)) at = entry->at + 1;
+    if (const Index block = find(before); block != kNone)
+      at = place_behind(block);
+    else if (const Expected::Entry* const entry = expected_.find(before))
+      at = entry->at + 1;
     expected_.add_behind(before, names, at, [this](Key name) { return find(name) != kNone; });
   }
 
@@ -98,8 +102,10 @@ class LiveQueues final : public Live {
   }
 
   void entered(Key name, Index item, std::optional<Place> place, Index behind = kNone) override {
-    if (!place) place = place_of(name, blocks_.number(behind));
-    else place->parent = blocks_.number(place->parent);
+    if (!place)
+      place = place_of(name, blocks_.number(behind));
+    else
+      place->parent = blocks_.number(place->parent);
     expected_.take(name);
     const Index block = blocks_.add(place->parent, item);
     blocks_[block].run = queues_.enter(name, block, place->at);

@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::size_t kFewestExpected = std::size_t{1} << 16;
 constexpr std::size_t kExpectedShare = 16;  // capacity per expected block
-constexpr std::size_t kMaxPassed = 64;     // victims remembered by `admit`
+constexpr std::size_t kMaxPassed = 64;      // victims remembered by `admit`
 
 }  // namespace
 
@@ -35,15 +35,15 @@ void LiveRuns::asked(std::span<const Key> path, std::span<const Index> items, do
   expect_runs(path, found);
 }
 
-void LiveRuns::asked_beside(std::span<const Key> path, std::span<const Index> items,
-                            std::uint32_t first, Key front, bool at_end, double now) {
+void LiveRuns::used_state(std::span<const Key> path, std::span<const Index> items,
+                          std::uint32_t first, Key front, bool at_end, double now) {
   if (path.size() <= first) return;
   const std::span<const Index> found = blocks_.numbers(items, found_);
   settle(found);
   const Expected::Entry* const entry = entry_of(front);
   const Index block = find(front);
   const Index run = block != kNone ? blocks_[block].run : entry != nullptr ? entry->run : kNone;
-  begin_beside(path, found, first, run == kNone ? unknown_class() : runs_[run].cls, at_end, now);
+  begin_state(path, found, first, run == kNone ? unknown_class() : runs_[run].cls, at_end, now);
   expect_runs(path, found);
 }
 
@@ -84,8 +84,10 @@ void LiveRuns::settle(std::span<const Index> found) {
 
 void LiveRuns::continues(std::span<const Key> names, Key before) {
   std::uint32_t at = 0;
-  if (const Index block = find(before); block != kNone) at = place_of(block) + 1;
-  else if (const Expected::Entry* const entry = expected_.find(before)) at = entry->at + 1;
+  if (const Index block = find(before); block != kNone)
+    at = place_of(block) + 1;
+  else if (const Expected::Entry* const entry = expected_.find(before))
+    at = entry->at + 1;
   expected_.add_behind(before, names, at, [this](Key name) { return find(name) != kNone; });
 }
 
@@ -131,8 +133,8 @@ void LiveRuns::admit(std::span<const Key> names, std::size_t num_free, double le
                      std::vector<std::uint32_t>& which) {
   const bool is_lru = decides_as_lru();
   const bool is_dear = least_chance > 0.0 && !is_lru;
-  const bool takes_all =
-      is_lru ? names.size() <= num_free || !runs_.has_retained() : names.size() <= num_free && !is_dear;
+  const bool takes_all = is_lru ? names.size() <= num_free || !runs_.has_retained()
+                                : names.size() <= num_free && !is_dear;
   planned_.clear();
   ReuseModel::Class cls = 0;
   double gain = takes_all ? 0.0 : model_.value_of_new(cls);
@@ -193,8 +195,10 @@ void LiveRuns::admit(std::span<const Key> names, std::size_t num_free, double le
         lacks_worth = !is_lru && price > kEnter * gain;
         was_left_out = lacks_worth || (is_dear && level <= kUsual && chance < least_chance);
       }
-      if (!was_left_out && num_free > 0) --num_free;
-      else if (!was_left_out && may_leave) --at;
+      if (!was_left_out && num_free > 0)
+        --num_free;
+      else if (!was_left_out && may_leave)
+        --at;
     }
     if (!was_left_out) which.push_back(i);
     // LRU would have admitted it, if writes were free.
@@ -242,8 +246,10 @@ void LiveRuns::entered(Key name, Index item, std::optional<Place> place, Index b
     if (above.tail == parent && above.mid == above.hi && above.mid == at) run = its;
   }
   const Index block = blocks_.add(parent, item);
-  if (run == kNone) begin_run(block, at);
-  else grow(run, block);
+  if (run == kNone)
+    begin_run(block, at);
+  else
+    grow(run, block);
   note_children(parent);
 }
 

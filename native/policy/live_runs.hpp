@@ -29,8 +29,8 @@ class LiveRuns final : public RunPolicy, public Live {
 
   void set_doubling(double at_blocks) override { RunPolicy::set_doubling(at_blocks); }
   void asked(std::span<const Key> path, std::span<const Index> found, double now) override;
-  void asked_beside(std::span<const Key> path, std::span<const Index> found, std::uint32_t first,
-                    Key front, bool at_end, double now) override;
+  void used_state(std::span<const Key> path, std::span<const Index> found, std::uint32_t first,
+                  Key front, bool at_end, double now) override;
   void continues(std::span<const Key> names, Key before) override;
   void retain(std::span<const Key> path, std::span<const Index> found, const BlockHint& said,
               double now) override;
@@ -53,8 +53,7 @@ class LiveRuns final : public RunPolicy, public Live {
   void expect_runs(std::span<const Key> path, std::span<const Index> found);
   Index run_at(std::span<const Key> path, std::span<const Index> found, std::uint32_t at) const;
   std::uint32_t end_of_shared(std::span<const Index> found) const;
-  Index split(std::span<const Key> path, std::span<const Index> found, Index run,
-              std::uint32_t at);
+  Index split(std::span<const Key> path, std::span<const Index> found, Index run, std::uint32_t at);
   bool is_of_a_run(const Expected::Entry& entry) const;
   const Expected::Entry* entry_of(Key name) const;
   std::uint32_t place_of(Index block) const;

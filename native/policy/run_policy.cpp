@@ -10,10 +10,10 @@ namespace kvtier::policy {
 
 namespace {
 
-constexpr std::size_t kLessonEvery = 100;   // requests; twice as often at the beginning
-constexpr std::size_t kLessonShare = 256;   // or runs / 256 requests, if that is more
+constexpr std::size_t kLessonEvery = 100;  // requests; twice as often at the beginning
+constexpr std::size_t kLessonShare = 256;  // or runs / 256 requests, if that is more
 constexpr std::size_t kMaxWaiting = 4096;  // runs that a lesson examines, a sample of more
-constexpr double kSizePower = 0.3;          // a run of n blocks counts n to the power of this
+constexpr double kSizePower = 0.3;         // a run of n blocks counts n to the power of this
 constexpr std::size_t kHistory = 2;        // entries, in capacities
 constexpr std::uint32_t kKeysOfGhost = 4;  // about
 // Most unknown blocks in front of a kept key. The first block of a run has a key.
@@ -22,9 +22,9 @@ constexpr std::size_t kUsualRunBlocks = 10;
 constexpr std::uint32_t kNever = 0;
 constexpr std::uint32_t kMaxUses = 0xFFFF;
 
-// The second feature, and its values: what blocks are to their prompt.
+// Index of the feature `Role`: the relation of blocks to their prompt.
 constexpr std::size_t kRole = 1;
-enum Role : std::uint8_t { kInside, kLast, kBeside, kBesideEnd };
+enum Role : std::uint8_t { kInside, kLast, kState, kStateAtEnd };
 
 // Returns the feature of the time since the previous use, seconds: one step per factor of 4.
 std::uint32_t gap_after(double age) {
@@ -88,15 +88,15 @@ void RunPolicy::begin(std::span<const Key> path, std::span<const Index> found, d
   victim_ = kNone;
 }
 
-void RunPolicy::begin_beside(std::span<const Key> path, std::span<const Index> found,
-                             std::uint32_t first, Class cls, bool at_end, double now) {
+void RunPolicy::begin_state(std::span<const Key> path, std::span<const Index> found,
+                            std::uint32_t first, Class cls, bool at_end, double now) {
   now_ = now;
   cut(path, found, first);
   add_new_part(static_cast<std::uint32_t>(path.size()));
-  // A class of their own below the prompt's: many are passed and never used again. One class for
-  // all, since they are of use only together.
+  // States have classes of their own, because most are never used again. All parts of one state
+  // have the same class, because they are useful only together.
   ReuseModel::Features features = model_.features(cls);
-  features[kRole] = at_end ? kBesideEnd : kBeside;
+  features[kRole] = at_end ? kStateAtEnd : kState;
   for (Part& part : parts_) part.cls = model_.class_of(features);
   victim_ = kNone;
 }
@@ -186,8 +186,7 @@ void RunPolicy::cut(std::span<const Key> path, std::span<const Index> found, std
     std::uint32_t end = at + 1;  // it may leave the run before its end
     while (end < hits && blocks_[found[end]].run == run) ++end;
     if (run == kNone) {  // blocks that were in no request
-      parts_.push_back(
-          {at, end, 1, parts_.empty() ? kNever : parts_.back().gap, false, 0});
+      parts_.push_back({at, end, 1, parts_.empty() ? kNever : parts_.back().gap, false, 0});
       num_known_ = end;
       continue;
     }
@@ -231,9 +230,8 @@ void RunPolicy::name_parts(std::uint32_t num_asked) {
   std::size_t num_parts = 0;
   for (Part part : parts_) {
     const std::uint32_t uses = std::min(4U, log(part.num_uses - 1));
-    part.cls = model_.class_of(
-        {narrow(uses), part.is_last ? kLast : kInside, narrow(brought), narrow(part.gap),
-         narrow(length)});
+    part.cls = model_.class_of({narrow(uses), part.is_last ? kLast : kInside, narrow(brought),
+                                narrow(part.gap), narrow(length)});
     if (num_parts > 0 && parts_[num_parts - 1].cls == part.cls &&
         parts_[num_parts - 1].words == part.words) {
       Part& before = parts_[num_parts - 1];

@@ -70,10 +70,10 @@ class RunPolicy {
   // Begin a request for a path, of which `found` are the resident first blocks. It takes them out
   // of their runs, into `parts`, which `keep_runs` makes runs.
   void begin(std::span<const Key> path, std::span<const Index> found, double now);
-  // Do the same for the blocks from `first` on, which a request needs beside a run of its prompt.
-  // cls: of that run. at_end: whether they are needed at the prompt's end.
-  void begin_beside(std::span<const Key> path, std::span<const Index> found, std::uint32_t first,
-                    Class cls, bool at_end, double now);
+  // Do the same for a state: the blocks from `first` on, which a request needs beside its prompt.
+  // cls: class of the prompt's run that the state continues. at_end: see `Live::used_state`.
+  void begin_state(std::span<const Key> path, std::span<const Index> found, std::uint32_t first,
+                   Class cls, bool at_end, double now);
   const std::vector<Part>& parts() const { return parts_; }
   double gain(const Part& part) { return model_.value_of_new(part.cls) * worth(part.lo, part.hi); }
   // Make the parts runs. resident: the first blocks of the path. tries_all: LRU would have admitted
@@ -140,7 +140,7 @@ class RunPolicy {
   // During `admit`: runs that count as evicted already, and the blocks in front of them.
   std::vector<Index> passed_over_;
   std::vector<Index> exposed_;
-  std::vector<Part> parts_;         // of the current request
+  std::vector<Part> parts_;      // of the current request
   std::uint32_t num_known_ = 0;  // number of the path's first blocks that were used before
 
  private:

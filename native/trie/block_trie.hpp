@@ -79,9 +79,9 @@ class BlockTrie {
   // -- requests
 
   void asked(std::string_view space, Labels& labels, double now);
-  // Of `labels`, the first `num_before` are the prompt's, of which `front` is a block.
-  void asked_beside(std::string_view space, Labels& labels, std::uint32_t num_before, BlockId front,
-                    bool at_end, double now);
+  // See `Live::used_state`. The first `num_before` of `labels` belong to the prompt.
+  void used_state(std::string_view space, Labels& labels, std::uint32_t num_before, BlockId front,
+                  bool at_end, double now);
   void retain(std::string_view space, Labels& labels, const policy::BlockHint& said, double now);
   void admit(std::span<const BlockId> blocks, std::size_t column, std::size_t num_free,
              double least_chance, Path& admitted);

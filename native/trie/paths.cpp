@@ -219,7 +219,8 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optio
 template <typename Tell>
 void BlockTrie::tell_of_prompt(std::string_view space, Labels& labels, Tell&& tell) {
   if (labels.size() == 0) return;
-  if (std::ranges::none_of(columns_, [](const Column& it) { return it.learned != nullptr; })) return;
+  if (std::ranges::none_of(columns_, [](const Column& it) { return it.learned != nullptr; }))
+    return;
   places_.clear();
   walk(root(space), labels, [&](Index index) {
     places_.push_back(index);
@@ -249,11 +250,11 @@ void BlockTrie::asked(std::string_view space, Labels& labels, double now) {
   });
 }
 
-void BlockTrie::asked_beside(std::string_view space, Labels& labels, std::uint32_t num_before,
-                             BlockId front, bool at_end, double now) {
+void BlockTrie::used_state(std::string_view space, Labels& labels, std::uint32_t num_before,
+                           BlockId front, bool at_end, double now) {
   const std::uint64_t name = nodes_[at(front)].hash;
   tell_of_prompt(space, labels, [&](policy::Live& policy, auto path, auto found) {
-    policy.asked_beside(path, found, num_before, name, at_end, now);
+    policy.used_state(path, found, num_before, name, at_end, now);
   });
 }
 

@@ -302,7 +302,7 @@ class BlockTrie:
         hold: bool,
     ) -> tuple[Numbers[int], Numbers[int], int]: ...
     def asked(self, namespace: bytes, labels: Sequence[bytes], now: float) -> None: ...
-    def asked_beside(
+    def used_state(
         self,
         namespace: bytes,
         labels: Sequence[bytes],

@@ -490,16 +490,13 @@ class LocalBlockCache(BlockCache):
         self, blocks: Sequence[BlockId], depths: Sequence[int], to_storage: bool
     ) -> None:
         """Like ``commit``, for blocks that are being written in memory."""
-        self.note_committed(self._copies.commit(blocks, depths, self._clock()), to_storage)
-
-    def note_committed(self, blocks: Sequence[BlockId], to_storage: bool) -> None:
-        """Report blocks that an engine has copied to memory, and queue their writes to storage."""
-        if blocks:
-            self._on_change(self.memory, blocks, False)
+        committed = self._copies.commit(blocks, depths, self._clock())
+        if committed:
+            self._on_change(self.memory, committed, False)
         if self.computed is not None:
-            self.computed.note(blocks)
+            self.computed.note(committed)
         if to_storage:
-            self.ladder.enqueue_write(blocks)
+            self.ladder.enqueue_write(committed)
 
     @property
     def are_reserved(self) -> npt.NDArray[np.bool_]:

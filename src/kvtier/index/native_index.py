@@ -116,7 +116,7 @@ class NativeIndex(NativeBlocks, PromptIndex):
     def on_request(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
         self._core.asked(namespace, labels, now)
 
-    def on_beside(
+    def on_state(
         self,
         namespace: bytes,
         labels: Sequence[Label],
@@ -125,7 +125,7 @@ class NativeIndex(NativeBlocks, PromptIndex):
         at_end: bool,
         now: float,
     ) -> None:
-        self._core.asked_beside(namespace, labels, num_before, front, at_end, now)
+        self._core.used_state(namespace, labels, num_before, front, at_end, now)
 
     def retain(
         self, namespace: bytes, labels: Sequence[Label], block_hint: BlockHint, now: float

@@ -160,7 +160,7 @@ class PromptIndex(BlockIndex):
         """
 
     @abstractmethod
-    def on_beside(
+    def on_state(
         self,
         namespace: bytes,
         labels: Sequence[Label],
@@ -169,17 +169,19 @@ class PromptIndex(BlockIndex):
         at_end: bool,
         now: float,
     ) -> None:
-        """Report blocks that a request needs or writes beside those of its prompt: a state.
+        """Report that a request uses, or is about to write, a state.
 
-        Called before such blocks are written, and when they are used again.
+        A state is a group of blocks that a request needs beside those of its prompt: a snapshot of
+        recurrent layers, or a cell of window KV. Policies learn from it, but do not count it as a
+        request.
 
         Args:
             namespace: namespace of the prompt.
-            labels: labels of their path.
-            num_before: blocks at the beginning of the path that are the prompt's own.
-            front: the prompt's block that they are needed with.
-            at_end: whether the prompt's end needs them, from which the next prompt probably goes
-                on.
+            labels: labels of the state's path.
+            num_before: number of blocks of the path that belong to the prompt.
+            front: last block of the prompt before the state.
+            at_end: whether the state is needed at the prompt's end, from which the next prompt
+                probably continues.
             now: time in seconds.
         """
 

@@ -127,7 +127,7 @@ class PythonIndex(PythonBlocks, PromptIndex):
         for policy, path, found in self._prompt(namespace, labels):
             policy.on_request(path, found, now)
 
-    def on_beside(
+    def on_state(
         self,
         namespace: bytes,
         labels: Sequence[Label],

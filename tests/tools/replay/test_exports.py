@@ -197,7 +197,7 @@ def test_a_bad_row_is_refused_by_its_line(read: Callable[..., Trace]) -> None:
     for row, sentence in (
         ("5,ChatGPT\n", "4: 2 columns, and fewer than the header has"),
         ("5,ChatGPT,many,18,490,API log\n", "4: input is 'many', and should be a number"),
-        ("noon,ChatGPT,4,18,490,API log\n", "4: time is 'noon', and should be seconds"),
+        ("noon,ChatGPT,4,18,490,API log\n", "4: time is 'noon', and should be a time in seconds"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             read(BURST + row)

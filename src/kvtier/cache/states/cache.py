@@ -147,7 +147,7 @@ class SnapshotCache(StatefulCache):
         is_begun = super().transfer(lease, plan, num_slots)
         lease.num_blocks, lease.points = num_blocks, points
         for snapshot in chosen if is_begun else ():
-            self._tell(lease, snapshot.num_blocks)
+            self._report_use(lease, snapshot.num_blocks)
             assert lease.start is not None, "it was made above"
             num_bytes = self._load(lease.start, snapshot.match)
             if num_bytes is None:
@@ -175,14 +175,17 @@ class SnapshotCache(StatefulCache):
         room = (num_slots - num_blocks - self._size * (first > 0)) // self._size
         return sorted(wanted[: max(0, room)])
 
-    def _tell(self, lease: Lease, at: int) -> None:
-        """Tell the policies of a snapshot that a request uses or has made."""
+    def _report_use(self, lease: Lease, at: int) -> None:
+        """Report to the policies that a request uses or has made a snapshot."""
         path, front = self._path(lease.labels, at), lease.blocks[at - 1]
         at_end = at >= self._last_point(lease)
-        self._index.on_beside(lease.namespace, path, at, front, at_end, self._clock())
+        self._index.on_state(lease.namespace, path, at, front, at_end, self._clock())
 
     def _last_point(self, lease: Lease) -> int:
-        """Return after how many blocks a prompt has its last snapshot: a token is left."""
+        """Return the number of blocks before a prompt's last snapshot.
+
+        At least one token of the prompt is left to compute.
+        """
         assert lease.decision is not None, "it is planned"
         longest = (lease.decision.num_tokens - 1) // self.group.block_size
         return min(len(lease.labels), longest) // self._grain * self._grain
@@ -207,7 +210,7 @@ class SnapshotCache(StatefulCache):
     def _add(self, lease: SnapshotLease, at: int) -> None:
         """Add a snapshot that the engine has written."""
         above = lease.blocks[at - 1]
-        self._tell(lease, at)
+        self._report_use(lease, at)
         state = self._add_state(lease, self._labels, lease.take_snapshot(at), above)
         if state is not None:
             lease.made.append(state)

@@ -252,7 +252,7 @@ class WindowCache(StatefulCache):
         if num_bytes is None or not super().transfer(lease, plan, num_blocks + ring_blocks):
             return False
         for at, cell in zip(ends, cells, strict=True):
-            self._tell(lease, at, cell)
+            self._report_use(lease, at, cell)
         lease.record.load_bytes += num_bytes
         lease.slots, lease.ring = lease.slots[:num_blocks], lease.slots[num_blocks:]
         self._check()
@@ -289,18 +289,18 @@ class WindowCache(StatefulCache):
     def _add(self, lease: WindowLease, at: int) -> Sequence[BlockId]:
         """Add a cell that the engine has written, and return its blocks."""
         labels = self._cell(self._index.key(lease.blocks[at - 1]))
-        self._tell(lease, at, labels)
+        self._report_use(lease, at, labels)
         state = self._add_state(lease, labels, lease.cells.pop(at))
         blocks = () if state is None else state.blocks
         self._end(state)  # it is stored below
         return blocks
 
-    def _tell(self, lease: Lease, at: int, cell: Sequence[Label]) -> None:
-        """Tell the policies of a cell that a request uses or has made."""
+    def _report_use(self, lease: Lease, at: int, cell: Sequence[Label]) -> None:
+        """Report to the policies that a request uses or has made a cell."""
         grain, front = self._shape.grain_blocks, lease.blocks[at - 1]
         last = len(lease.labels) // grain * grain
         at_end = at > last - self._shape.num_cells * grain
-        self._index.on_beside(lease.namespace, cell, 0, front, at_end, self._clock())
+        self._index.on_state(lease.namespace, cell, 0, front, at_end, self._clock())
 
     def _is_stored(self, blocks: Sequence[BlockId]) -> bool:
         """Whether the tier below the device has all of ``blocks``."""

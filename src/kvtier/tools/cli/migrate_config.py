@@ -15,6 +15,7 @@ import typer
 
 from kvtier.core.config import variable_of
 from kvtier.core.errors import ConfigError
+from kvtier.tiers.row import STORES
 
 GIB: Final = 1 << 30
 KEPT: Final = (
@@ -37,8 +38,8 @@ NOT_KVTIERS: Final = {
     "(enable_p2p|p2p_.*)": "servers share KV by a store or a node: storage, node",
     "(enable_controller|controller_.*|lmcache_.*)": "there is no controller",
     r"mp[._].*": "there is no daemon; what its --l1-size-gb says is host_capacity",
-    "(enable_pd|pd_.*|nixl_.*|transfer_channel)": "keep NixlConnector beside kvtier: "
-    "docs/guides/prefill-decode.md",
+    "(enable_pd|pd_.*|nixl_.*|transfer_channel)": "keep NixlConnector beside kvtier, in a "
+    "MultiConnector",
     "(use_layerwise|enable_async_loading|use_gpu_connector.*)": "loads never block the engine",
     "(pre_caching_hash_algorithm|hash_.*)": "vLLM's own hashes are used",
     "(lookup_timeout_ms|blocking_timeout_secs)": "waits are bounded by lookup_deadline_s",
@@ -47,8 +48,9 @@ NOT_KVTIERS: Final = {
     "(n_read_threads|n_write_threads|disk_buffer_slots|use_page_cache|io_direct)": "the disk "
     "engine chooses by itself",
     "(lazy_offload|kv_offload_backend|backpressure)": "blocks are stored once they are computed",
-    "(metadata_server|local_hostname|local_buffer_size|global_segment_size)": "options in the URL "
-    "of the store say the same: docs/guides/stores.md",
+    "(metadata_server|local_hostname)": "Mooncake's client needs none",
+    "(local_buffer_size|global_segment_size)": "options in the URL of the store set it: "
+    "local_buffer_bytes, segment_bytes",
 }
 """Names without counterpart, as patterns, and why."""
 
@@ -109,6 +111,8 @@ def _folder(to: Translation, name: str, value: Any) -> None:
         to.note(name, "name a folder in disk_path")
     if name == "gds_path":
         to.settings["disk_direct"] = "auto"
+    if name == "storage_backends":
+        to.note(name, 'for a folder that machines share, set storage: "dir:///folder" instead')
 
 
 def _remote(to: Translation, name: str, value: Any) -> None:
@@ -116,7 +120,8 @@ def _remote(to: Translation, name: str, value: Any) -> None:
     if scheme in SCHEMES:
         to.settings["storage"] = f"{SCHEMES[scheme]}://{rest}"
     else:
-        to.note(name, f"there is no store of the kind {scheme!r}: docs/guides/stores.md has them")
+        kinds = "://, ".join(sorted(STORES))
+        to.note(name, f"kvtier has no store of the kind {scheme!r}; it has {kinds}://")
 
 
 def _policy(to: Translation, name: str, value: Any) -> None:

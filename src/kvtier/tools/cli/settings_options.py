@@ -40,19 +40,13 @@ def settings_options(
         names: of its fields; by default, all that say what they mean.
         panel: panel of the help for those that name none.
         into: argument of the command for the values. The decorator may be repeated.
-        reads_environment: whether each option that is not given has the value of its variable
-            (``variable_of``), if the setting belongs to a cache and not to one command.
+        reads_environment: whether an option that is not given takes the value of its environment
+            variable, see ``_variables``.
         defaults: defaults of this command alone.
     """
     known = {field.name: field for field in fields(kind) if "meaning" in field.metadata}
     names = names or [*known]
-    shared = reads_environment and {
-        name
-        for part in kind.__mro__
-        if part.__module__ == variable_of.__module__
-        for name in vars(part).get("__annotations__", ())
-    }
-    variables = {name: variable_of(name) for name in shared or ()}
+    variables = _variables(kind) if reads_environment else {}
     main = [name for name in names if name in MAIN and not known[name].metadata["panel"]]
     others = [name for name in names if name not in main]
 
@@ -90,6 +84,20 @@ def settings_options(
         return called
 
     return decorate
+
+
+def _variables(kind: type) -> dict[str, str]:
+    """Return the environment variables of the settings in ``kind`` that belong to a cache.
+
+    These are declared in the module of ``variable_of``. Settings of one command, such as a port,
+    are declared elsewhere.
+    """
+    return {
+        name: variable_of(name)
+        for part in kind.__mro__
+        if part.__module__ == variable_of.__module__
+        for name in vars(part).get("__annotations__", ())
+    }
 
 
 def _typer_info(parameter: inspect.Parameter) -> object:

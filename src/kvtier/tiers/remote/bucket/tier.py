@@ -156,14 +156,17 @@ class BucketTier(StoreTier):
         return outcomes.tolist(), num_read
 
     def _remove(self, keys: Sequence[BlockKey], timeout_s: float) -> None:
-        """Have all processes forget blocks, and delete empty packs, which may fail."""
+        """Publish tombstones of the blocks, and delete packs that are empty now.
+
+        A deletion may fail. It is waited for: if the same blocks are written again, their pack has
+        the same name, and a late deletion would remove it.
+        """
         ends_at = time.monotonic() + timeout_s
-        empty = self._exchange.apply_tombstones(keys)
+        empty = [pack_path(name) for name in self._exchange.apply_tombstones(keys)]
         self._loop.run(self._exchange.publish, timeout_s)
-        delete = partial(self._objects.delete, [pack_path(each) for each in empty])
-        with suppress(Exception):
-            # Waited for: the same blocks written anew make a pack of the same name.
-            self._loop.run(delete, ends_at - time.monotonic())
+        if empty:
+            with suppress(Exception):
+                self._loop.run(partial(self._objects.delete, empty), ends_at - time.monotonic())
 
     def _forget(self, damaged: Sequence[BlockKey]) -> None:
         """Do nothing more: ``_read`` has forgotten them. Other processes have other packs."""

@@ -30,10 +30,8 @@ BACKGROUND_S: Final = 30.0
 RETRY_S: Final = 5.0
 """Pause between attempts to reach a store that could not be reached at the start, and between
 writes to one that is full or read-only."""
-
-
 COUNTED_BY: Final = 3
-"""Objects of the log after which a pack is surely in its count."""
+"""Objects of the log after which a pack is certainly included in ``used_bytes``."""
 
 
 class Upkeep:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvtier.tools.replay.trace import Trace, TraceBuilder, chained
-from kvtier.tools.replay.traces.lines import TraceLine, shown
+from kvtier.tools.replay.traces.lines import TraceLine
 
 if TYPE_CHECKING:
     from kvtier.tools.replay.options import ReadOptions
@@ -54,12 +53,9 @@ def read(lines: Iterator[TraceLine], options: ReadOptions, file_number: int) -> 
         line.check_room(blocks, builder)
         own = np.arange(num_blocks, num_blocks + blocks, dtype=np.uint64)
         num_blocks += blocks + 1
-        builder.add(_time_s(line, cells["time"]), chained(own), *_lengths(counts))
+        output_tokens = counts.get("output", 0)
+        builder.add(_time_s(line, cells["time"]), chained(own), counts["input"], output_tokens)
     return replace(builder.build(), has_contents=False)
-
-
-def _lengths(counts: dict[str, int]) -> tuple[int, int]:
-    return counts["input"], counts.get("output", 0)
 
 
 def _places(header: TraceLine) -> dict[str, int]:
@@ -91,9 +87,4 @@ def _time_s(line: TraceLine, cell: str) -> float:
     number = _number(cell)
     if isinstance(number, float):
         return line.number_of({"time": number}, "time")
-    try:
-        # Azure's times have seven digits behind the second, one more than Python reads.
-        found = datetime.fromisoformat(cell[:26] if cell[19:20] == "." else cell)
-    except ValueError:
-        line.refuse(f"time is {shown(cell)}, and should be seconds, or like 2023-11-16 18:15:46")
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    return line.time_of(cell, "time")

@@ -15,6 +15,7 @@ import subprocess
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
@@ -114,6 +115,17 @@ class TraceLine:
         if not abs(value) < MAX_TIME:
             self.refuse(f"{name} is {shown(value)}: out of range")
         return float(value)
+
+    def time_of(self, text: str, name: str) -> float:
+        """Return a time in ISO 8601, in seconds since 1970. Without a zone it is in UTC."""
+        try:
+            time = datetime.fromisoformat(text)
+        except ValueError:
+            self.refuse(
+                f"{name} is {shown(text)}, and should be a time in seconds, or like "
+                "2026-01-31T12:00:00Z"
+            )
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
     def count_of(self, fields: dict[str, Any], name: str) -> int:
         """Return a field that must be 0 or more, as an integer."""

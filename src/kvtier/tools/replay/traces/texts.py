@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier.core.errors import ConfigError, install_command
 from kvtier.core.system.user_paths import user_path
 from kvtier.tools.replay.trace import BLOCKS_PER_REQUEST, Trace, TraceBuilder, chained
-from kvtier.tools.replay.traces.lines import MAX_LINE, MAX_TIME, TraceLine, shown
+from kvtier.tools.replay.traces.lines import MAX_LINE, MAX_TIME, TraceLine
 
 if TYPE_CHECKING:
     from kvtier.tools.replay.options import ReadOptions
@@ -95,7 +94,7 @@ def read(lines: Iterator[TraceLine], options: ReadOptions, file_number: int) -> 
 
 
 class _Reader:
-    """Collects the requests of a file, and gives times to those that have none."""
+    """Collects the requests of a file, and spreads requests without a time over ``--hours``."""
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
@@ -268,11 +267,7 @@ def _time_s(line: TraceLine, fields: dict[str, Any]) -> float | None:
         return None
     value = fields[name]
     if isinstance(value, str):
-        try:
-            found = datetime.fromisoformat(value)
-        except ValueError:
-            line.refuse(f"{name} is {shown(value)}, and should be a time like 2026-01-31T12:00:00Z")
-        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+        return line.time_of(value, name)
     time = line.number_of(fields, name)
     return time / 1000 if time >= SINCE_1970_MS else time
 
