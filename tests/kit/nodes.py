@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
@@ -19,13 +19,16 @@ SEGMENT_BYTES = 1 << 20
 class NodeProcess:
     """``kvtier node run`` in ``folder``. Its disk and its socket stay the same over restarts.
 
-    options: options of the command; they replace the defaults here.
+    options: options of the command; they replace the defaults here. before: a command that runs it.
     """
 
-    def __init__(self, folder: Path, *options: str, segments: int = 8) -> None:
+    def __init__(
+        self, folder: Path, *options: str, segments: int = 8, before: Sequence[str] = ()
+    ) -> None:
         self.socket = folder / "node.sock"
         self.control = ControlClient(self.socket, 60.0)
         self._command = [
+            *before,
             *(sys.executable, "-m", "kvtier.tools.cli", "node", "run"),
             f"--socket={self.socket}",
             f"--host-capacity={segments * SEGMENT_BYTES}",

@@ -186,13 +186,13 @@ class ValkeyCluster:
             server.close()
 
 
-def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for(port: int, process: subprocess.Popen[bytes], host: str = "127.0.0.1") -> None:
     """Wait until the port accepts connections."""
     give_up = time.monotonic() + PATIENCE_S
     while time.monotonic() < give_up:
         assert process.poll() is None, f"the server has ended: {process.returncode}"
         try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
+            socket.create_connection((host, port), 1).close()
         except OSError:
             time.sleep(0.02)
         else:

@@ -213,8 +213,8 @@ def read_options(kind: type[Options], location: Location) -> Options:
     for name, text in location.given.items():
         if name in SETTINGS:
             raise ConfigError(
-                f"storage: {location}: {name} is no option of a store; give it as the setting "
-                f"{name}, or --{name.replace('_', '-')} on the command line"
+                f"storage: {location}: {name!r} is no option of a store; give it as the setting "
+                f"{name!r}, or --{name.replace('_', '-')} on the command line"
             )
         if name not in known:
             near = get_close_matches(name, known, 1)

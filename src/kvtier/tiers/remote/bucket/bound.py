@@ -1,8 +1,8 @@
 """Keeps the packs of a shared directory within its capacity.
 
-The process that merges manifests does this, too. It lists the packs when it begins and then once
-an hour; in between it learns of new packs from their manifests. It deletes those that were used
-longest ago, and the log tells all processes which.
+Only the merger does this. It lists the packs when it starts merging, and then once an hour; in
+between it counts the packs in new manifests. It deletes the packs that were used longest ago, and
+writes their names into the log, where all processes find them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from kvtier.tiers.remote.bucket.manifests import Manifest, Pack
 from kvtier.tiers.remote.bucket.packs import PackName, PackShape, pack_name_of, pack_path
 
 LIST_S: Final = 3600.0
-"""Interval of lists. They find packs of writers that were killed before they published them."""
+"""Interval of lists, which find packs of writers that were killed before publishing them."""
 SLACK: Final = 1 / 16
-"""Share of the capacity that is kept free, so that writers need not wait; as much is deleted at a
-time."""
+"""Share of the capacity that is kept free for the writes of other processes. As much is deleted at
+a time."""
 AT_ONCE: Final = 512
 TURNOVER_SHARE: Final = 1 / 8
 MIN_TOUCH_S, MAX_TOUCH_S = 60.0, 3600.0
-"""A use is recorded once in this part of the time that a pack stays, within these limits."""
+"""The use of a pack is recorded once in this share of the time from its last use to its deletion,
+within these limits, seconds."""
 
 
 class Bound:
@@ -46,7 +47,7 @@ class Bound:
         self._packs: dict[str, tuple[float, int]] = {}
         """Time of the last use, as far as known, and size of each pack."""
         self._oldest: list[tuple[float, str]] = []
-        """Heap of these times. Entries that differ from ``_packs`` have no meaning."""
+        """Heap of these times. Entries that differ from ``_packs`` are outdated."""
         self._list: asyncio.Task[None] | None = None
         self._listed_s = float("-inf")
 
@@ -65,7 +66,7 @@ class Bound:
         self.used_bytes, self._listed_s = 0, float("-inf")
 
     def note(self, manifest: Manifest) -> None:
-        """Note the packs that a manifest brings."""
+        """Count the packs in a manifest."""
         for pack in manifest.packs:
             size = PackShape(manifest.block_bytes, 0).offsets(len(pack.keys), pack.coding)[-1]
             self._set(pack_path(pack.name), min(pack.stamp / 1e9, self._now_s()), int(size))
@@ -111,7 +112,7 @@ class Bound:
 
     def _begin_list(self) -> None:
         if self._list is not None and self._list.done():
-            self._list.exception()  # a list that failed is made again
+            self._list.exception()  # after an error, the next call lists again
             self._list = None
         is_due = asyncio.get_running_loop().time() - self._listed_s >= LIST_S
         if self._list is None and is_due:

@@ -101,7 +101,7 @@ class BucketKeeper(StoreKeeper):
         ]
         if is_real:
             self._asked(self._objects.delete(useless))
-            if len(useless) == len(self._manifests):  # then the log, too, tells of nothing
+            if len(useless) == len(self._manifests):  # no pack is left that the log could name
                 log = self._asked(self._objects.listed(FOLDER))
                 self._asked(self._objects.delete([each.path for each in log]))
         return len(useless)

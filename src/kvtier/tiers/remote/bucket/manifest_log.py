@@ -2,15 +2,15 @@
 
     magic    8   "kvtierL1"
     check    4   crc32c of all, with zeros here
-    entries  4   how many
+    entries  4   number of entries
     writer   8   of this object
     pace     4   shortest interval at which a process should publish, ms
     zeros    4
     covered  8   all manifests that were written before this time are in the log, ns
-    used     8   bytes of all packs; 0 if nobody counts them
+    used     8   bytes of all packs; 0 if they are not counted
     touch    4   a pack that was not used for this long counts as unused, s
-    deleted  4   how many
-    stamp    8   of the deletions
+    deleted  4   number of deleted packs
+    stamp    8   stamp of the deletions
     of each entry
       length   2   of the path
       size     4   of the manifest; 0 if its content is in the log already

@@ -27,21 +27,21 @@ NUM_READS: Final = 16
 CLOCK_S: Final = 2.0
 """Resolution of a store's clock, and about the difference between those of its servers."""
 FEW: Final = 64
-"""New manifests up to this many are read by their names, even if the log may bring them."""
+"""Up to this many new manifests are read one by one, even if the log may have them."""
 SOON_S: Final = 15.0
-"""Time until the manifests are listed again, if more were left to the log."""
+"""Time until the next list, if more than that were not read."""
 LIST_S: Final = 600.0
-"""About how often a process lists all manifests, in case that the log lacks one."""
+"""Usual interval of lists, in case that a manifest is missing in the log."""
 MAX_AHEAD_NS: Final = 15 * 60 * 10**9
-"""A manifest whose stamp is further in the future is ignored until then: this process's own stamps
-would have to follow it. S3 refuses clients whose clock is off by this much."""
+"""A manifest whose stamp is further in the future is ignored until then, because the stamps of this
+process have to be larger than all that it has read. S3 refuses clients with such a clock."""
 
 
 class ManifestSync:
     """Publishes what this process writes, and reads what others have published.
 
-    A process lists the manifests when it starts. Then it follows the log, in which one of the
-    processes (see ``merging``) puts the manifests of all: a request for the next object per poll.
+    A process lists the manifests when it starts. Then it reads the log, into which the merger (see
+    ``merging``) copies the manifests of all processes: each poll requests the next object.
 
     position: number of the newest object of the log that was read.
     last: that object; None if there is none, or if it was not understood.
@@ -71,7 +71,7 @@ class ManifestSync:
         self.writer = os.urandom(8).hex()
         self._num_foreign = 0
         self._too_early: dict[str, int] = {}
-        """Manifests with a stamp far in the future, and the time from which they are read."""
+        """Manifests whose stamps are far in the future, and when to read them, ns."""
         self._objects = objects
         self._catalogue = catalogue
         self._block_bytes = block_bytes
@@ -85,8 +85,7 @@ class ManifestSync:
         self._publishing = asyncio.Lock()
         self._list_at_s = 0.0
         self._has_all = False
-        """Whether all manifests that the log has brought were taken, so that one that only repeats
-        them need not be read."""
+        """Whether all manifests in the log were read here, so merged ones need not be read."""
         self.position = 0
         self.last: LogObject | None = None
         self.seen_s = float("-inf")
@@ -102,7 +101,7 @@ class ManifestSync:
 
     @property
     def pace_s(self) -> float:
-        """Shortest interval at which a process should publish, as the merger asks for."""
+        """Shortest interval at which a process should publish, seconds; set by the merger."""
         return self.last.pace_ms / 1e3 if self.last is not None else 0.0
 
     @property
@@ -126,7 +125,7 @@ class ManifestSync:
         self._catalogue.add([pack], self.since)
 
     def apply_tombstones(self, keys: Sequence[BlockKey]) -> list[PackName]:
-        """Bury blocks, so that no process finds them. Return packs that are useless now."""
+        """Record tombstones, so that no process finds these blocks. Return packs without blocks."""
         with self._lock:
             stamp = self._catalogue.next_stamp(self._now_ns())
             tombstones = [Tombstone(stamp, key) for key in keys]
@@ -158,7 +157,7 @@ class ManifestSync:
     ) -> list[bytes]:
         """Return the manifests of packs and tombstones.
 
-        Coded packs have one of their own: versions of kvtier that can't read them read the rest.
+        Coded packs are in a separate manifest, because old versions of kvtier can't read them.
         """
         plain: list[Pack] = []
         coded: list[Pack] = []
@@ -190,14 +189,15 @@ class ManifestSync:
         Raises what ``ObjectStore`` raises; manifests read before the error count.
         """
         if self.must_list or asyncio.get_running_loop().time() >= self._list_at_s:
-            await self.read_all(are_followed=True)
+            await self.read_all(skips_newest=True)
         else:
             await self.follow()
 
-    async def read_all(self, are_followed: bool = False) -> None:
-        """List the manifests, and read those that are not known. Go to the end of the log.
+    async def read_all(self, skips_newest: bool = False) -> None:
+        """List the manifests, read those that are not known, and read the log to its end.
 
-        are_followed: leave out those that the next objects of the log will bring.
+        skips_newest: do not read manifests that are so new that the merger has yet to copy them
+            into the log.
 
         Raises what ``ObjectStore`` raises; manifests read before the error count.
         """
@@ -208,9 +208,10 @@ class ManifestSync:
         self.must_list = False  # from here on, others may set it again
         has_skipped = self.last is None or newest != self.position
         if has_skipped:
-            # The list below has what these objects bring. The newest one tells whose the log is.
+            # The list below has the content of these objects. Only the newest object is needed: its
+            # writer is the merger.
             self.position = max(0, newest - 1)
-        covered_s = await self._covered_s(newest) if are_followed else float("inf")
+        covered_s = await self._covered_s(newest) if skips_newest else float("inf")
         listed = await self.list_manifests()
         now = self._now_ns()
         unread = [
@@ -219,8 +220,8 @@ class ManifestSync:
             if each.path not in self.read and self._too_early.get(each.path, 0) <= now
         ]
         old = [each for each in unread if each.written_s < covered_s - CLOCK_S]
-        # The next objects of the log bring the others. If some objects were skipped, these may have
-        # brought them already, which another list will show.
+        # The others will be in the next objects of the log, unless they were in objects that were
+        # skipped. Another list finds those.
         self._has_all = not has_skipped or len(unread) - len(old) <= FEW
         await self.get_each(unread if has_skipped and self._has_all else old, self.take)
         await self.follow()
@@ -228,7 +229,7 @@ class ManifestSync:
         self._list_at_s = asyncio.get_running_loop().time() + delay_s
 
     async def _covered_s(self, number: int) -> float:
-        """Return the time up to which the log has all manifests, if it ends with this object."""
+        """Return ``LogObject.covered_ns`` of the newest object, in seconds; infinity if unknown."""
         try:
             found = LogObject.from_bytes(await self._objects.get(log_path(number)))
         except Missing:
@@ -236,7 +237,7 @@ class ManifestSync:
         return found.covered_ns / 1e9 if found is not None and found.covered_ns else float("inf")
 
     async def list_manifests(self) -> list[Listed]:
-        """Return all manifests, and forget those that are gone."""
+        """List all manifests. Those that do not exist any more are forgotten."""
         known = [self.read, self.logged, self.not_understood]
         before = [set(paths) for paths in known]
         listed = await self._objects.listed("manifests")
@@ -251,7 +252,7 @@ class ManifestSync:
     ) -> None:
         """Read manifests, and call ``take`` with each.
 
-        One that is gone meanwhile is in another one by now: all are listed again.
+        One that does not exist any more was merged into another: the next poll lists again.
         """
         few = asyncio.Semaphore(NUM_READS)
 
@@ -281,7 +282,7 @@ class ManifestSync:
             self.advance(LogObject.from_bytes(content))
 
     def advance(self, found: LogObject | None) -> None:
-        """Take in the next object of the log. found: None for one that is not understood."""
+        """Apply the next object of the log. found: None for one that is not understood."""
         self.position += 1
         self.last = found
         self.seen_s = asyncio.get_running_loop().time()
@@ -304,12 +305,12 @@ class ManifestSync:
             self._catalogue.lose_packs(found.deleted, found.stamp)
 
     def take(self, path: str, content: bytes) -> None:
-        """Take in the content of a manifest."""
+        """Apply a manifest: add its packs, and remove what its tombstones name."""
         if packs := self._taken(path, content):
             self._catalogue.add(packs, self.since)
 
     def _taken(self, path: str, content: bytes) -> list[Pack]:
-        """Take in the content of a manifest but for its packs. Return those that are of use."""
+        """Apply a manifest, except that its usable packs are returned and not added."""
         manifest = Manifest.from_bytes(content)
         was_early = self._too_early.pop(path, None) is not None
         if manifest is not None and manifest.newest > self._now_ns() + MAX_AHEAD_NS:

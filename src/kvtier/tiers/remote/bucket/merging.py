@@ -1,14 +1,13 @@
-"""Merges the manifests of all processes, so that each reads few objects.
+"""Merges the manifests of all processes, so that each process reads few objects.
 
-One of the processes is the merger: the writer of the newest object of the log. About every second
-it lists the manifests and puts the new ones into the next object of the log, which all others
-read. It also replaces many small manifests by one large, so that lists stay short, and deletes old
-objects of the log, which are copies.
+The process that wrote the newest object of the log is the merger. About once a second it lists the
+manifests, and copies the new ones into the next object of the log, which all others read. It also
+replaces many small manifests by a large one, so that lists stay short, and deletes old objects of
+the log.
 
-An object of the log is only created, never overwritten. So two processes that take themselves for
-the merger can't lose anything: one of them creates the next object, and the other one finds it and
-is a reader again. If no object comes for some polls, any process may create an empty one, and is
-the merger then.
+Objects of the log are created, and never overwritten. If two processes merge at the same time, only
+one of them can create the next object; the other one finds it there and stops merging. If there is
+no new object for some polls, any process may create an empty one, and becomes the merger.
 """
 
 from __future__ import annotations
@@ -32,29 +31,30 @@ NUM_MERGED: Final = 16
 """As many manifests of about one size become one."""
 MAX_ENTRIES: Final = 4096
 MAX_ENTRY_BYTES: Final = 16 << 20
-"""Limits of what one object of the log brings. What is left comes with the next one."""
+"""Limits of one object of the log. The rest is left for the next one."""
 NUM_KEPT: Final = 256
-"""Objects of the log that are kept, for readers that are behind."""
+"""Number of objects of the log that are kept, for readers that are behind."""
 TRIM_EVERY: Final = 64
 MARGIN_S: Final = 10.0
 """Difference of the clocks of a store's servers."""
 PATIENCE: Final = 2.5
-"""Polls without a new object of the log after which a process takes the merger for dead; one more,
-by chance, so that few do it at the same time."""
+"""Polls without a new object of the log after which a process tries to become the merger. Up to one
+more is added at random, so that few try at the same time."""
 MAX_RATE: Final = 400.0
-"""Manifests per second that one merger can take in. If more arrive, all publish less often."""
+"""Manifests per second that one merger can read. If there are more, all processes publish less
+often."""
 READS_PER_S: Final = 2000.0
-"""Reads of new objects of the log per second, by all processes, up to which each second has one.
-More processes get one less often, but once in a poll at least: S3 promises 5,500 for a prefix."""
+"""Requests per second for new objects of the log, by all processes. With more processes the merger
+writes objects less often, but at least one per poll. S3 promises 5,500 requests for a prefix."""
 PACE_POLLS: Final = 3.0
-"""Polls over which the rate is measured."""
+"""Number of polls over which the rate of new manifests is measured."""
 
 
 class Merger:
-    """This process's part in merging: all of it, or nothing.
+    """Merges, if this process is the merger; otherwise waits until it has to take over.
 
-    poll_s: the process's interval of polls; the log has a new object as often at least.
-    publish_s: its interval of publishing; the log has a new object as often at most.
+    poll_s: interval of polls, seconds; the longest time between two objects of the log.
+    publish_s: interval of publishing, seconds; the shortest time between two objects.
     bound: keeps the packs within their capacity; None for a store without one.
     """
 
@@ -74,7 +74,7 @@ class Merger:
         self._patience_s = poll_s * (PATIENCE + random.random())
         self._idle_s = publish_s
         self._merged: list[str] = []
-        """Manifests that repeat others, and are not in the log yet."""
+        """Paths of merged manifests that are not in the log yet."""
         self._num_left = 0
         self._num_arrived = 0
         self._pace_ms = 0
@@ -95,7 +95,7 @@ class Merger:
         return min(self._idle_s, self._poll_s) if self.is_merger else self._poll_s
 
     async def step(self) -> None:
-        """Merge, or find out whether another process does. Raises what ``ObjectStore`` raises."""
+        """Merge, or become the merger if there is none. Raises what ``ObjectStore`` raises."""
         if self.is_merger:
             await self._merge()
             return
@@ -105,10 +105,10 @@ class Merger:
             await self._claim()
 
     async def _claim(self) -> None:
-        """Become the merger, unless the log goes on."""
+        """Become the merger, unless the log has a new object."""
         sync = self._sync
         if await self._newest() != sync.position:
-            sync.must_list = True  # it has lost objects that were not read
+            sync.must_list = True  # objects were deleted before they were read here
             return
         last = sync.last or LogObject(sync.writer)
         if self._bound is not None:
@@ -120,7 +120,7 @@ class Merger:
             await self._check_newest()
 
     async def _append(self, made: LogObject) -> bool:
-        """Create the next object of the log. Return whether this process was the one that did."""
+        """Create the next object of the log. Return whether this process has created it."""
         path, content = log_path(self._sync.position + 1), made.to_bytes()
         try:
             await self._objects.put(path, content, create=True)
@@ -158,7 +158,7 @@ class Merger:
         listed = await sync.list_manifests()
         newest_s = max((each.written_s for each in listed), default=0.0)
         covered_s = last.covered_ns / 1e9 or max(0.0, newest_s - LIST_S)
-        # Too large for the log: an old version's, of what is in the log, or found by a list.
+        # Those of old versions may be too large for the log. They are found by lists.
         sync.logged |= {each.path for each in listed if each.num_bytes > MAX_ENTRY_BYTES}
         new = sorted(
             (
@@ -222,7 +222,7 @@ class Merger:
         return await self._bound.make_room()
 
     def _usage(self) -> dict[str, int]:
-        """Return what the log tells of the packs; zeros if this process does not count them."""
+        """Return the fields of a log object that describe all packs; 0 if they are not counted."""
         if self._bound is None:
             return {"used_bytes": 0, "touch_s": 0}
         used = self._bound.used_bytes if self._bound.is_counted else 0
@@ -231,7 +231,7 @@ class Merger:
     def _set_pace(self) -> None:
         """Set the interval at which all processes publish, so that one merger can follow."""
         took_s, pace_s = _now() - self._paced_s, self._pace_ms / 1e3
-        if took_s <= 0:  # the last pace has not come to all yet
+        if took_s <= 0:  # not all processes know the last pace yet
             self._num_arrived = 0
             return
         rate = self._num_arrived / took_s + self._num_left / 60
@@ -256,14 +256,16 @@ class Merger:
     # -- fewer manifests ---------------------------------------------------------------------------
 
     async def _compact(self, listed: Sequence[Listed]) -> None:
-        """Replace manifests by larger ones. listed: those that the log brings or has brought."""
+        """Replace manifests by larger ones. listed: manifests whose content is in the log."""
         sync = self._sync
         groups: dict[int, list[Listed]] = defaultdict(list)
         for each in listed:
             if each.path in sync.read and each.path not in sync.not_understood:
                 groups[each.num_bytes.bit_length() // 4].append(each)
         least, bound = NUM_MERGED, self._bound
-        if bound is not None and bound.num_deleted > len(bound):  # most tell of deleted packs
+        if bound is not None and bound.num_deleted > len(
+            bound
+        ):  # most packs in manifests are deleted
             groups = {0: [each for group in groups.values() for each in group]}
             least, bound.num_deleted = 1, 0
         for group in groups.values():
@@ -274,6 +276,7 @@ class Merger:
                 await self._replace(some)
 
     async def _replace(self, listed: Sequence[Listed]) -> None:
+        """Write the content of some manifests as one per block size and coding; delete them."""
         found: dict[str, bytes] = {}
         await self._sync.get_each(listed, found.__setitem__)
         packs: dict[int, list[Pack]] = defaultdict(list)
