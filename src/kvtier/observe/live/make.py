@@ -102,7 +102,7 @@ def _hits(
     for source, total in now.by(dialect.given, dialect.source).items():
         tier = dialect.name_of(source)
         if tier is not None:
-            recent = grown(*busy, dialect.given, **{dialect.source: source})
+            recent = grown(busy[0], busy[1], dialect.given, **{dialect.source: source})
             given[tier] = recent, total
     shares = [
         TierShare(tier, ratio(recent, asked, least), ratio(total, ever, least))

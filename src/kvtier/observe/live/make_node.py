@@ -54,6 +54,10 @@ def _in_bytes(tier: Tier, now: Reading) -> Tier:
 
 
 def _engines(first: Reading, now: Reading) -> Iterable[NodeEngine]:
+    titles = {
+        (labels["tenant"], labels["engine"]): labels["title"]
+        for labels in _series(now, specs.NODE_ENGINE_INFO.name)
+    }
     for labels in _series(now, specs.NODE_ENGINE_PROCESSES.name):
         name, tenant = labels["engine"], labels["tenant"]
 
@@ -61,7 +65,7 @@ def _engines(first: Reading, now: Reading) -> Iterable[NodeEngine]:
             return now.total(metric.name, **at) or 0.0
 
         yield NodeEngine(
-            name,
+            titles.get((tenant, name), name),
             tenant,
             told(specs.NODE_ENGINE_PROCESSES),
             told(specs.NODE_ENGINE_SLOTS),

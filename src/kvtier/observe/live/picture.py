@@ -159,7 +159,7 @@ class NodeEngine:
     """One engine that is attached to a node.
 
     Attributes:
-        name, tenant: its name, and its tenant's.
+        name, tenant: its title, or else the name that its processes share; its tenant's name.
         processes: number of its processes.
         slots: slots that it reads or writes.
         waiting: its requests that wait for storage or for another engine.

@@ -53,13 +53,13 @@ export class Ladder {
       : tier.slots !== null ? `${count(tier.used)} of ${count(tier.slots)} blocks` : "";
     const used = [parts_of && `${parts_of} in use`, parts_of, tier.fill === null ? "" : `${share(tier.fill)} in use`]
       .find((text) => text && text.length * 6.4 <= inside) ?? "";
-    const served = hits && hits.recent !== null ? `${share(hits.recent)} of ${this.picture.node ? "looked-up blocks" : "prompt tokens"}` : "";
+    const served = hits && hits.recent !== null ? `${share(hits.recent)} of ${this.picture.node ? "blocks" : "tokens"}` : "";
     const parts = [
       made("rect", { class: `box ${kind}`, x, y, width, height: BOX, rx: 8 }),
       text(x + 12, y + 20, tier.name, "name"),
       text(x + 12, y + 38, fits(state || used), state ? kind : "faint"),
     ];
-    if (width > 260 && served) parts.push(text(x + width - 12, y + 20, served, "", "end"));
+    if (width > 160 && served) parts.push(text(x + width - 12, y + 20, served, "", "end"));
     if (tier.fill !== null) {
       parts.push(made("rect", { class: "bar", x: x + 12, y: y + 47, width: inside, height: 8, rx: 4 }));
       const filled = Math.min(1, tier.fill) * inside;

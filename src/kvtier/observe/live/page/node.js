@@ -11,7 +11,7 @@ export const NODE_TILES = [
   ["Looked-up blocks found", ({ hit_share }) => hit_share.recent, share],
   ["Look-ups per second", ({ node }) => node.lookups_per_s, (value) => (value < 10 ? value.toFixed(1) : count(value))],
   ["Look-up time", ({ node }) => node.lookup_s, seconds, ({ node }) => node.lookup_p95_s !== null && `p95 ${seconds(node.lookup_p95_s)}`],
-  ["Engines", ({ node }) => node.engines.length, count, (picture) => `${count(waiting(picture))} requests wait`],
+  ["Engines", ({ node }) => node.engines.length, count, (picture) => `${count(waiting(picture))} requests waiting`],
 ];
 export const NODE_CHARTS = [
   ["found", "Looked-up blocks found, by tenant", share, decimal, 0.1],

@@ -22,7 +22,7 @@ const ENGINE_CHARTS = [
 const ENGINE_TILES = [
   ["Prompt tokens from cache", ({ hit_share }) => hit_share.recent, share],
   // Seconds of prefill saved per second, in engines.
-  ["Prefill time saved per minute", ({ saved }) => saved.seconds_per_s, (value) => seconds(60 * value), ({ saved }) => `as ${engines(saved.seconds_per_s)} compute`],
+  ["Prefill time saved per minute", ({ saved }) => saved.seconds_per_s, (value) => seconds(60 * value), ({ saved }) => `${engines(saved.seconds_per_s)}’ worth`],
   ["Time to first token", ({ requests }) => requests.ttft_s, seconds, ({ requests }) => requests.ttft_p95_s !== null && `p95 ${seconds(requests.ttft_p95_s)}`],
   ["Running requests", ({ requests }) => requests.running, count, ({ requests }) => requests.waiting !== null && `${count(requests.waiting)} waiting`],
 ];
@@ -140,7 +140,7 @@ function showTiles(picture) {
     return made("div", {}, made("dt", {}, name), made("dd", isKnown ? {} : { class: "none" }, isKnown ? say(value) : TOO_FEW),
       more ? made("dd", { class: "below" }, more) : null);
   }));
-  byId("minute").textContent = `Of requests ${picture.minute}${picture.minute.endsWith("request") ? `, ${seconds(10 * Math.floor(picture.quiet_s / 10))} ago` : ""}.`;
+  byId("minute").textContent = `Figures of requests ${picture.minute}${picture.minute.endsWith("request") ? `, ${seconds(10 * Math.floor(picture.quiet_s / 10))} ago` : ""}.`;
 }
 
 function engines(value) {
