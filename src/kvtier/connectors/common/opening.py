@@ -83,7 +83,8 @@ def open_store(
     """Open a store by its URL. Raises ``ConfigError`` if it can't be used.
 
     settings: have the codec, the keys, and tenant and name in a node. group: layout of a block.
-    memory: see ``open_disk``. shards: that this rank has of a block; None if the store has whole blocks.
+    memory: see ``open_disk``. shards: that this rank has of a block; None if the store has whole
+    blocks.
     """
     of_store = group if shards is None else opaque(shards.bytes_per_shard)
     tier = make_storage(

@@ -45,14 +45,15 @@ class History:
             self._since_s, self._has_restarted = reading.at_s, True
         if self._since_s is None:
             self._since_s = reading.at_s
+        before, dialect = self._readings[-1] if self._readings else reading, dialect_of(reading)
         self._readings.append(reading)
         while len(self._readings) > 2 and reading.at_s - self._readings[1].at_s >= WINDOW_S:
             self._readings.popleft()
         if reading.at_s - self._readings[0].at_s > MAX_AGE_S:
             self._readings.popleft()
-        dialect, before = dialect_of(reading), self._readings[max(0, len(self._readings) - 2)]
         if dialect and any(grown(before, reading, name) for name in dialect.activity):
-            self._busy = self._readings[0], reading
+            first = self._readings[0]
+            self._busy = (first, reading) if first is not reading else None
 
     @property
     def age_s(self) -> float:

@@ -27,9 +27,9 @@ class LocalServer(ThreadingHTTPServer):
 
     def __init__(self, watched: WatchedEngine, host: str = "127.0.0.1", port: int = 0) -> None:
         self.watched = watched
+        self._is_closed = Event()  # set also if the port is taken
         super().__init__((host, port), _Handler)
         self._is_loopback = host in LOCAL_HOSTS
-        self._is_closed = Event()
         Thread(target=self._watch, name="kvtier watch", daemon=True).start()
 
     def _watch(self) -> None:
