@@ -6,6 +6,7 @@ import asyncio
 import json
 import resource
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,11 +20,13 @@ from typer.testing import CliRunner
 
 from kvtier import __version__
 from kvtier.core.errors import CacheError, ConfigError
+from kvtier.node.client.channel import NodeClient
 from kvtier.node.config import NodeConfig, control_socket, parse_quotas
 from kvtier.node.server import http
 from kvtier.node.server.http import MAX_BODY_BYTES
 from kvtier.node.wire import protocol
 from kvtier.node.wire.protocol import MAX_KEYS, MEMORY
+from kvtier.observe.live.files import LIVE_PATH
 from kvtier.tools.cli import app
 from tests.kit.nodes import SEGMENT_BYTES, NodeProcess, running
 from tests.kit.waiting import wait_until
@@ -118,6 +121,24 @@ def test_state_and_metrics_name_engines_rooms_and_tenants(node: NodeProcess) -> 
         with BareEngine(node, "team-b", "b") as other:
             other.store(1)
             expect_metrics(node)
+
+
+def test_an_engine_has_the_title_that_it_gives_itself(shared: NodeProcess) -> None:
+    """Two engines with one title stay two: it is for people."""
+    clients = [NodeClient(shared.socket, title="chat: qwen on port 8000\n") for _ in range(2)]
+    try:
+        for client in clients:
+            client.put_back(client.take(time.monotonic() + 30.0))
+        engines = shared.control.get("/status")["engines"]
+        assert [engine["title"] for engine in engines] == ["chat: qwen on port 8000\\n"] * 2
+        assert command(shared, "status").count("engine chat: qwen on port 8000") == 2
+        assert fetched(shared, "/metrics").count('title="chat: qwen on port 8000') == 2
+        seen = json.loads(fetched(shared, LIVE_PATH))
+        names = [engine["name"] for engine in seen["node"]["engines"]]
+        assert names == ["chat: qwen on port 8000\\n"] * 2
+    finally:
+        for client in clients:
+            client.close()
 
 
 def test_a_prompt_is_looked_up_and_prefetched_by_the_keys_of_engines(shared: NodeProcess) -> None:

@@ -11,7 +11,7 @@ import pytest
 from kvtier.node.client.channel import NodeClient
 from kvtier.node.client.tier import NodeTier
 from kvtier.testing import StorageSuite
-from kvtier.tiers import StorageSite, StorageTier
+from kvtier.tiers import Outcome, StorageSite, StorageTier
 from tests.kit.nodes import NodeProcess
 from tests.node.harness import node_process
 
@@ -40,6 +40,15 @@ class TestNodeTier(StorageSuite):
 
     def reopen(self, storage: StorageTier) -> StorageTier:
         return self.again(storage.num_blocks)
+
+    def test_it_has_as_much_room_as_its_node(self) -> None:
+        storage = self.again(1 << 40)
+        assert storage.find([b"k" * 32], 5.0) == [Outcome.ABSENT]
+        status = self.node.control.get("/status")
+        (room,) = (room for room in status["rooms"] if room["tenant"] == "default")
+        capacity = status["memory_bytes"] + sum(room["capacity_bytes"].values())
+        assert storage.num_blocks == capacity // self.group.bytes_per_block
+        storage.close()
 
     def stall(self, storage: StorageTier, num_blocks: int) -> AbstractContextManager[None] | None:
         return None if num_blocks else self._stopped()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fractions import Fraction
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.system.user_paths import check_socket
@@ -311,6 +311,18 @@ class NodeClientConfig(StoreConfig):
         "Tenant whose quota counts in the node. Engines of different tenants share nothing.",
         shown="the default one",
     )
+    engine_name: str = setting(
+        "",
+        "Name of this engine on the node's page and in its metrics, in front of its model and "
+        "port.",
+        shown="none",
+    )
+
+    def titled(self, model: str, port: int | None = None) -> Self:
+        """Return the settings with the engine's model and port in its name, as far as known."""
+        served = model.rstrip("/").rpartition("/")[2] + (f" on port {port}" if port else "")
+        name = ": ".join(filter(None, (self.engine_name, served)))
+        return replace(self, engine_name=name)
 
     @property
     def locations(self) -> list[str]:

@@ -280,6 +280,13 @@ NODE_ENGINES = _gauge("kvtier_node_engines", "Attached engines.", "tenant")
 NODE_ENGINE_PROCESSES = _gauge(
     "kvtier_node_engine_processes", "Processes of an attached engine.", "tenant", "engine"
 )
+NODE_ENGINE_INFO = _gauge(
+    "kvtier_node_engine_info",
+    "1; the title is the name of an attached engine with its model and port, as far as known.",
+    "tenant",
+    "engine",
+    "title",
+)
 NODE_ENGINE_SLOTS = _gauge(
     "kvtier_node_engine_slots", "Slots that an engine reads or writes.", "tenant", "engine"
 )

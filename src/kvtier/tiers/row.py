@@ -138,7 +138,13 @@ def _storages(
     capacity_bytes = parse_size(config.storage_capacity, "storage_capacity")
     for location in config.locations:
         tier = make_storage(
-            location, group, capacity_bytes, memory, config.coding, config.node_tenant
+            location,
+            group,
+            capacity_bytes,
+            memory,
+            config.coding,
+            config.node_tenant,
+            config.engine_name,
         )
         undo.callback(tier.close)
         made.append(tier)
@@ -152,6 +158,7 @@ def make_storage(
     memory: Memory | None,
     coding: CodingConfig = DEFAULT_CODING,
     tenant: str = "",
+    engine: str = "",
 ) -> StorageTier:
     """Make the tier that ``storage="name=plug-in:place"`` asks for.
 
@@ -161,13 +168,13 @@ def make_storage(
         capacity_bytes: capacity of the tier.
         memory: host memory that most blocks are read into and written from, if any.
         coding: codec and keys. A node has its own.
-        tenant: tenant in a node.
+        tenant, engine: tenant and name of the engine in a node.
 
     Raises:
         ConfigError: the plug-in makes something other than a storage tier.
     """
     name, plugin, rest = split_storage(location)
-    site = StorageSite(name, rest, group, capacity_bytes, memory, coding, tenant)
+    site = StorageSite(name, rest, group, capacity_bytes, memory, coding, tenant, engine=engine)
     make = load_plugin("tiers", plugin)
     tier = make(site) if plugin in CODE_THEMSELVES else open_coded(make, site)
     if not isinstance(tier, StorageTier):

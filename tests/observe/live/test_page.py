@@ -28,6 +28,9 @@ pytestmark = [
 ]
 PATIENCE_MS = 30_000
 WIDTHS = (390, 1280)
+HEIGHT = 844
+MAX_FOLDED = 1600
+"""Longest page on a telephone before anything is unfolded, in pixels."""
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,14 @@ def chromium() -> Iterator[Any]:
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Serve]:
     made = Serve(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """A server for tests that leave it as it is."""
+    made = Serve(tmp_path_factory.mktemp("shared"))
     yield made
     made.close()
 
@@ -97,23 +108,89 @@ def test_the_page_shows_what_happens_and_goes_on(
     wait_for(page, re.compile(r"device → host [1-9]"), "#charts")
     assert "host" in page.locator("#ladder svg").get_attribute("aria-label")
     wait_for(page, re.compile("load from (host|disk)"), "#guesses")
-    wait_for(page, re.compile(r"model kvtier-tiny · kvtier \S+ · up .* host 7\.81 MiB"), "#server")
+    wait_for(page, re.compile(r"model kvtier-tiny · kvtier \S+ · up "), "#server")
+    found = page.locator("#tiles dd").first.inner_text()
+    assert page.locator("#answer-list p").first.inner_text().startswith(f"{found} of prompt"), (
+        "one figure"
+    )
     assert page.title() == "kvtier-tiny – kvtier"
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_nothing_is_wider_than_the_window(
-    served: Serve, open_page: Callable[..., Any], width: int
+    shared: Serve, open_page: Callable[..., Any], width: int
 ) -> None:
-    page = open_page(served.url, width)
-    served.work(turns=1)
+    page = open_page(shared.url, width)
+    shared.work(turns=1)
     wait_for(page, "disk", "#ladder")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    check_width(page, width)
+    if width < 640:
+        folded = page.evaluate("document.documentElement.scrollHeight")
+        assert HEIGHT < folded <= MAX_FOLDED
+        assert bottom(page, "#ladder") <= HEIGHT, "the first screen shows how full the tiers are"
+        assert not page.locator("#tiers").is_visible()
+        for each in page.locator("summary").all():
+            if each.is_visible():
+                each.click()
     wait_for(page, "damaged blocks" if width > 640 else "disk", "#tiers")
+    check_width(page, width)
+
+
+def check_width(page: Any, width: int) -> None:
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(
-        "[...document.querySelectorAll('.scroll')]"
+        "[...document.querySelectorAll('.scroll, #tiles > div, #ladder')]"
         ".every((each) => each.scrollWidth <= each.clientWidth)"
-    ), "no table is cut off"
+    ), "nothing is cut off"
+
+
+def bottom(page: Any, where: str) -> float:
+    box = page.locator(where).bounding_box()
+    return float(box["y"] + box["height"])
+
+
+ROUND = re.compile(r"0 (s|B/s|%)|([1245]|[1245]0|[1245]00|8|16|32|64|128|256|512) \S+")
+POINTS = "[...document.querySelectorAll('#charts path')].map((each) => each.getAttribute('d'))"
+COLOURS = (
+    "Object.fromEntries([...document.querySelectorAll('#charts figcaption > span')]"
+    ".map((each) => [each.textContent.split(' ').slice(0, 3).join(' ').replace(/ [\\d–].*/, ''),"
+    " each.firstChild.className]))"
+)
+
+
+def test_charts_have_round_axes_a_range_and_the_history_before_the_page(
+    shared: Serve, open_page: Callable[..., Any]
+) -> None:
+    first = open_page(shared.url)
+    wait_for(first, "Live", "#state")
+    shared.work(num_prompts=12)
+    wait_for(first, re.compile(r"mean \d.*p95 "), "#charts figcaption")
+    axis = first.locator("#charts text[text-anchor=end]").all_inner_texts()
+    assert [text for text in axis if text != "now" and not ROUND.fullmatch(text)] == []
+    first.wait_for_timeout(10_000)  # until the server has kept another value
+    later = open_page(shared.url)
+    wait_for(later, re.compile(r"mean \d.*p95 "), "#charts figcaption")
+    assert later.evaluate(POINTS)[0].count("L") >= 1, "values of before it was opened"
+    assert later.evaluate(COLOURS) == first.evaluate(COLOURS)
+    for label, text in (("5 min", "5 min ago"), ("hour", "60 min ago")):
+        later.locator("#span").select_option(label=label)
+        wait_for(later, text, "#charts")
+
+
+def test_an_engine_and_its_node_are_shown_with_their_names_and_sizes(
+    tmp_path: Path, open_page: Callable[..., Any]
+) -> None:
+    with running(tmp_path, "--control-port=0") as node:
+        served = Serve(tmp_path, f"--node={node.socket}", "--engine-name=replica-0")
+        try:
+            served.work(num_prompts=2)
+            page = open_page(node.url)
+            wait_for(page, f"replica-0: kvtier-tiny on port {served.port}", "#engines")
+            wait_for(page, "1 engine attached", "#answers")
+            page = open_page(served.url)
+            wait_for(page, re.compile(r"node.*MiB of 8 MiB", re.DOTALL), "#ladder")
+        finally:
+            served.close()
 
 
 def test_the_page_survives_a_restart(served: Serve, open_page: Callable[..., Any]) -> None:
@@ -167,8 +244,8 @@ def state_of_disk(page: Any) -> str:
     return str(page.locator("#tiers tr", has_text="disk").inner_text())
 
 
-def test_the_page_is_used_by_keyboard(served: Serve, open_page: Callable[..., Any]) -> None:
-    page = open_page(served.url)
+def test_the_page_is_used_by_keyboard(shared: Serve, open_page: Callable[..., Any]) -> None:
+    page = open_page(shared.url)
     wait_for(page, "Live", "#state")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
@@ -247,6 +324,9 @@ def test_a_nodes_page_shows_its_engines_and_tenants(
         other.store(4)
         page = open_page(node.said.split(", and ")[1].split("/metrics")[0], width)
         wait_for(page, "2 engines attached", "#answers")
+        for each in page.locator("details:not([open]) > summary").all():
+            if each.is_visible():
+                each.click()
         wait_for(page, "replica-0", "#engines")
         wait_for(page, re.compile("floor 2 MiB *ceiling 4 MiB"), "#memory")
         wait_for(page, "2 MiB in blocks of 64 KiB", "#memory")
@@ -255,11 +335,7 @@ def test_a_nodes_page_shows_its_engines_and_tenants(
             one.places(*range(1, 7))
         wait_for(page, "50 %", "#tiles")
         assert page.locator("#plans-section").is_hidden()
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.evaluate(
-            "[...document.querySelectorAll('.scroll')]"
-            ".every((each) => each.scrollWidth <= each.clientWidth)"
-        ), "no table is cut off"
+        check_width(page, width)
 
 
 def test_another_engines_page_is_the_same(served: Serve, open_page: Callable[..., Any]) -> None:

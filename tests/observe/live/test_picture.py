@@ -9,6 +9,7 @@ from math import inf
 import pytest
 from rich.console import Console
 
+from kvtier.observe.live.charts import ChartHour
 from kvtier.observe.live.history import MAX_AGE_S, History
 from kvtier.observe.live.picture import Picture
 from kvtier.observe.live.scrape import ScrapeResult
@@ -115,6 +116,96 @@ def test_the_last_minute_is_a_minute() -> None:
         history.add(reading(float(at_s), {KVTIER: at_s, ASKED: 10 * at_s}))
     assert history.picture().window_s == 60
     assert history.age_s == 299
+
+
+def served(num: int, seconds: float, below_1_s: int, hits: int) -> dict[str, float]:
+    """Return metrics of a server after ``num`` requests of 1000 blocks that took so long."""
+    ttft = "kvtier_server_ttft_seconds"
+    return {
+        KVTIER: num,
+        ASKED: 1000 * num,
+        HITS % "host": hits,
+        f"{ttft}_count": num,
+        f"{ttft}_sum": seconds,
+        f'{ttft}_bucket{{le="0.5"}}': 0,
+        f'{ttft}_bucket{{le="1.0"}}': below_1_s,
+        f'{ttft}_bucket{{le="2.0"}}': num,
+        "kvtier_server_e2e_seconds_count": num,
+        "kvtier_saved_seconds_total": float(num),
+    }
+
+
+def test_figures_of_requests_stay_as_they_are_after_the_last_one() -> None:
+    """The fast requests of the first half minute would leave the window before the slow ones."""
+    history = History()
+    for at in range(7):  # 20 fast requests, then 20 slow ones, in a minute
+        num = min(40, 10 * at)
+        slow = max(0, num - 20)
+        now = served(num, 0.6 * (num - slow) + 1.8 * slow, num - slow, 500 * num)
+        history.add(reading(10.0 * at, now))
+    seen = history.picture()
+    assert seen.requests.ttft_s == pytest.approx(1.2)
+    assert seen.hit_share.recent == 0.5
+    last_s = 40.0
+    assert seen.quiet_s == 60.0 - last_s
+    for at_s in (95.0, 160.0, 230.0):
+        plain = history.look(reading(at_s, now))
+        assert plain["requests"]["ttft_s"] == seen.requests.ttft_s
+        assert plain["requests"]["ttft_p95_s"] == seen.requests.ttft_p95_s
+        assert plain["hit_share"]["recent"] == 0.5
+        assert plain["saved"]["seconds_per_s"] == seen.saved.seconds_per_s
+        assert plain["quiet_s"] == at_s - last_s
+        assert plain["minute"] == "in the minute before the last request"
+    assert plain["requests"]["per_s"] == 0.0, "what happens now is told as it is"
+    assert plain["charts"]["ttft"] == {"mean": None, "p95": None}, "no line without requests"
+    assert plain["charts"]["saved"] == {"saved": 0.0}
+    plain = history.look(reading(240.0, served(41, 61.0, 21, 21_000)))
+    assert plain["minute"] == "in the last minute"
+    assert plain["requests"]["ttft_s"] is None, "one request is too few"
+
+
+def test_the_95th_percentile_lies_within_its_bucket() -> None:
+    seen = picture(served(0, 0.0, 0, 0), served(20, 12.0, 18, 0))
+    assert seen.requests.ttft_p95_s == pytest.approx(1.5)
+    assert seen.requests.ttft_s == pytest.approx(0.6)
+    assert picture(served(0, 0.0, 0, 0), served(19, 12.0, 18, 0)).requests.ttft_p95_s is None
+
+
+def test_a_share_is_of_the_same_minute_in_the_answer_as_in_the_figure() -> None:
+    seen = picture(
+        {KVTIER: 1, ASKED: 1000, HITS % "host": 900}, {KVTIER: 2, ASKED: 2000, HITS % "host": 960}
+    )
+    assert (seen.hit_share.recent, seen.hit_share.ever) == (0.06, 0.48)
+    assert "6 % of prompt tokens came from the cache in the last minute." in answer(seen, "Is it")
+    seen = picture({KVTIER: 1, ASKED: 1000, HITS % "host": 900})
+    assert "90 % of prompt tokens came from the cache since the server's" in answer(seen, "Is it")
+
+
+def test_an_hour_of_charts_never_grows_and_has_the_last_hour() -> None:
+    hour = ChartHour()
+    num_bytes = hour._values.nbytes
+    assert num_bytes == 64 * 360 * 4
+    for at in range(1000):
+        series = {f"tenant {number}": float(at) for number in range(at % 100)}
+        shown = hour.add(10.0 * at, {"found": series, "saved": {"saved": inf}})
+        assert series.items() <= shown["found"].items(), "the page shows what is not kept, too"
+        assert shown["saved"] == {"saved": None}
+        hour.add(10.0 * at + 2, {"found": {"tenant 0": -1.0}})  # too soon
+    assert hour._values.nbytes == num_bytes
+    told = json.loads(json.dumps(hour.as_json(10_000.0), allow_nan=False))
+    assert (told["ages_s"][0], told["ages_s"][-1], len(told["ages_s"])) == (3600.0, 10.0, 360)
+    assert sum(map(len, told["charts"].values())) == 64
+    assert told["charts"]["found"]["tenant 0"][-1] == 999.0
+    assert told["charts"]["found"]["tenant 0"][160] is None, "there was no tenant then"
+
+
+def test_a_series_keeps_its_place_among_those_of_its_chart() -> None:
+    hour = ChartHour()
+    hour.add(0.0, {"hits": {"disk": 0.5}})
+    for at_s in (10.0, 20.0):
+        shown = hour.add(at_s, {"hits": {"host": 0.2, "disk": 0.3}})
+        assert [*shown["hits"]] == ["disk", "host"]
+    assert hour.add(30.0, {"hits": {}})["hits"] == {"disk": None, "host": None}
 
 
 def test_a_short_while_of_many_readings_stays_bounded() -> None:
@@ -326,12 +417,14 @@ def test_after_hours_in_which_nobody_looked_the_last_minute_begins_anew() -> Non
     quiet = {**guesses(0, 0.0, 0.0), ASKED: 0, damage: 0, **DISK}
     after = {**guesses(9, 9.0, 1.0), ASKED: 90_000, damage: 5, **DISK}
     history = History()
-    for at_s, values in ((0.0, quiet), (10.0, quiet), (28_858.0, after)):
+    busy = {**quiet, ASKED: 5000}
+    for at_s, values in ((0.0, quiet), (10.0, busy), (28_858.0, after)):
         history.add(reading(at_s, values))
     seen = history.picture()
     assert seen.window_s == 0
     assert "damaged" not in answer(seen, "Why was this slow")
     assert [guess.ratio for guess in seen.guesses] == [None, None]
+    assert seen.quiet_s is None
     history.add(reading(28_860.0, after))
     seen = history.picture()
     assert (seen.window_s, seen.tiers[0].damaged_recently) == (2.0, 0.0)

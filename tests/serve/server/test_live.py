@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 
-from kvtier.observe.live.files import HEADERS, LIVE_PATH, TYPES
+from kvtier.observe.live.files import HEADERS, HOUR_QUERY, LIVE_PATH, TYPES
+from kvtier.observe.live.history import History
+from kvtier.observe.live.reading import Reading
 from kvtier.serve.engine import Engine
 from kvtier.serve.server.config import ServerConfig
+from tests.kit.waiting import wait_until
 
 from .conftest import MODEL, Running, running
 from .raw import samples
@@ -36,6 +41,30 @@ def test_the_picture_is_of_this_server(engine: Engine, prefix: str) -> None:
     assert seen["requests"]["running"] == 0
     assert seen["answers"][0]["question"] == "Is it worth its memory?"
     assert prefix[:20] not in str(seen)
+
+
+def test_the_server_keeps_the_charts_of_before_a_page_opens(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("control.page.EVERY_S", "observe.live.charts.EVERY_S"):
+        monkeypatch.setattr(f"kvtier.{name}", 0.01)
+    monkeypatch.setattr("kvtier.control.page.LEAST_PAUSE_S", 0.0)
+    looks: list[Reading] = []
+    look = History.look
+
+    def note(history: History, reading: Reading) -> dict[str, Any]:
+        looks.append(reading)
+        return look(history, reading)
+
+    monkeypatch.setattr(History, "look", note)
+    with running(engine) as made:
+        wait_until(lambda: len(looks) >= 3)
+        monkeypatch.setattr("kvtier.control.page.EVERY_S", 3600.0)
+        hour = httpx.get(f"{made.url}{LIVE_PATH}?{HOUR_QUERY}").json()["hour"]
+        assert "hour" not in httpx.get(f"{made.url}{LIVE_PATH}").json()
+    assert len(hour["ages_s"]) >= 4
+    assert hour["ages_s"] == sorted(hour["ages_s"], reverse=True)
+    assert len(hour["charts"]["saved"]["saved"]) == len(hour["ages_s"])
 
 
 def test_with_a_key_the_files_are_open_and_the_figures_are_not(engine: Engine) -> None:

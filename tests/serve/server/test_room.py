@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -200,6 +201,26 @@ def test_metrics_do_not_wait_for_a_busy_engine(
     )
     assert slots
     assert then == slots
+
+
+def test_metrics_are_read_by_many_at_once(engine: Engine) -> None:
+    """A reading that ends while another one begins is still the answer to those that waited."""
+
+    async def read() -> list[int]:
+        numbers = iter(range(1000))
+        metrics = CacheMetrics(engine, lambda registry: next(numbers), -1)
+
+        async def often() -> list[int]:
+            return [await metrics.read() for _ in range(30)]
+
+        return [
+            number for some in await asyncio.gather(*(often() for _ in range(8))) for number in some
+        ]
+
+    with running(engine):
+        found = asyncio.run(read())
+    assert min(found) >= 0
+    assert len(found) == 240
 
 
 def test_a_wrong_key_is_told_before_the_body_is_there(engine: Engine) -> None:

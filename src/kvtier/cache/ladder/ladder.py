@@ -373,7 +373,10 @@ class Ladder:
         metrics, usage = self.metrics, self.usage()
         metrics.occupancy(
             {name: slots.num_used for name, slots in usage.items()},
-            {name: slots.num_slots for name, slots in usage.items()},
+            {
+                name: slots.num_open if name in self.storages else slots.num_slots
+                for name, slots in usage.items()
+            },
         )
         for name in usage:
             metrics.gauge(SLOT_BYTES, self._slot_bytes, tier=name)

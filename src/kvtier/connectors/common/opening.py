@@ -82,12 +82,19 @@ def open_store(
 ) -> StorageTier:
     """Open a store by its URL. Raises ``ConfigError`` if it can't be used.
 
-    settings: have the codec, the keys, and the tenant in a node. group: layout of a block. memory:
-    see ``open_disk``. shards: that this rank has of a block; None if the store has whole blocks.
+    settings: have the codec, the keys, and tenant and name in a node. group: layout of a block.
+    memory: see ``open_disk``. shards: that this rank has of a block; None if the store has whole
+    blocks.
     """
     of_store = group if shards is None else opaque(shards.bytes_per_shard)
     tier = make_storage(
-        location, of_store, capacity_bytes, memory, settings.coding, settings.node_tenant
+        location,
+        of_store,
+        capacity_bytes,
+        memory,
+        settings.coding,
+        settings.node_tenant,
+        settings.engine_name,
     )
     _log(tier)
     return tier if shards is None else ShardTier(tier, shards)

@@ -101,7 +101,7 @@ def attach(
         disk_path=disk_path,
         disk_capacity=disk_capacity,
         storage=tuple(storage),
-    )
+    ).titled(model.config.name_or_path or "")
     check_share(audit)
     capacity_bytes = parse_size(host_capacity, "host_capacity")
     return Attached(model, config, capacity_bytes, chunk_tokens, keep_generated, salt, audit)

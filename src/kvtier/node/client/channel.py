@@ -84,11 +84,13 @@ class OpenedPartition:
     """A partition of a node, as one connection knows it.
 
     number: of the partition in messages. generations: int64 [num_slots], shared with the node.
+    capacity_bytes: of the node for this partition; 0 if the node does not report it.
     """
 
     number: int
     mapped: MappedMemory
     generations: Int64s
+    capacity_bytes: int
 
 
 class Channel:
@@ -336,7 +338,7 @@ class Channel:
                     message.scope, message.block_bytes, message.key_bytes, message.group_bytes
                 )
                 self._partitions[facts] = OpenedPartition(
-                    opened.partition, self.mapped, generations
+                    opened.partition, self.mapped, generations, opened.capacity_bytes
                 )
 
     @contextmanager
@@ -413,12 +415,14 @@ class NodeClient:
         path: of the node's socket.
         tenant: see ``AttachRequest``.
         engine: name of the engine, the same in all of its processes; a new one by default.
+        title: what people call the engine; "" if they have no name for it.
     """
 
-    def __init__(self, path: Path, tenant: str = "", engine: str = "") -> None:
+    def __init__(self, path: Path, tenant: str = "", engine: str = "", title: str = "") -> None:
         self.path = user_path(path)
         self.tenant = tenant
         self.engine = engine or f"pid-{os.getpid()}-{uuid4().hex[:12]}"
+        self.title = title
         self.breaker = Breaker(time.monotonic, FAILURES_UNTIL_OPEN)
         self.last_error = ""
         self._name = uuid4().hex
@@ -505,7 +509,12 @@ class NodeClient:
     @property
     def _hello(self) -> protocol.AttachRequest:
         return protocol.AttachRequest(
-            0, protocol.VERSION, self.engine, self.tenant, client=self._name
+            0,
+            protocol.VERSION,
+            self.engine,
+            self.tenant,
+            client=self._name,
+            title=self.title,
         )
 
     def tell(self, instance: str, notice: Message) -> Channel | None:

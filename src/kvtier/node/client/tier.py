@@ -47,7 +47,7 @@ def make_node(site: StorageSite) -> NodeTier:
         raise ConfigError(
             "node: the socket has no absolute path; write it as in /run/kvtier/node.sock"
         )
-    return NodeTier(site, NodeClient(path, site.tenant))
+    return NodeTier(site, NodeClient(path, site.tenant, title=site.engine))
 
 
 class NodeTier(StorageTier):
@@ -63,12 +63,14 @@ class NodeTier(StorageTier):
     def __init__(self, site: StorageSite, client: NodeClient) -> None:
         self.name = site.name
         self.bytes_per_block = site.group.bytes_per_block
+        self._capacity_bytes = site.capacity_bytes
         self._num_blocks = site.capacity_bytes // self.bytes_per_block
         self._client = client
         self._facts = PartitionFacts(SCOPE, self.bytes_per_block, KEY_BYTES)
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks that this process knows of at most: never more than the node has."""
         return self._num_blocks
 
     @property
@@ -185,6 +187,9 @@ class NodeTier(StorageTier):
             taken = self._client.take(min(until_s, now_s + ANSWER_S))
             with self._client.using(taken) as channel:
                 opened = channel.partition(self._facts, min(until_s, time.monotonic() + OPEN_S))
+                if opened.capacity_bytes:
+                    capacity_bytes = min(self._capacity_bytes, opened.capacity_bytes)
+                    self._num_blocks = capacity_bytes // self.bytes_per_block
                 return ask(_Opened(channel, opened, until_s))
         except NodeError:
             return [FAILED] * num_keys

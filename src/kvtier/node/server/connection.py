@@ -234,9 +234,9 @@ class Connection:
         except CacheError as error:
             self._refuse(message.id, str(error))
             return
-        self.send(
-            protocol.OpenAnswer(message.id, number, partition.tier.num_slots), [partition.tier.fd]
-        )
+        tier = partition.tier
+        capacity = self._node.memory.num_bytes + sum(partition.capacity_by_storage().values())
+        self.send(protocol.OpenAnswer(message.id, number, tier.num_slots, capacity), [tier.fd])
 
     def _serve_simply(self, content: memoryview) -> bool:
         """Serve a message on the partition of the message before, if one native call can.

@@ -55,9 +55,10 @@ HEXADECIMAL = re.compile("[0-9a-fA-F]*")
 class EngineState:
     """State of an attached engine.
 
-    slots: how many it reads or writes. waiting: its requests that wait for storage or for another
-    engine. failures, pauses: its calls without an answer in time, and how often its breaker opened
-    after them, as it has reported by now.
+    title: what people call it; "" if they have no name for it. slots: how many it reads or writes.
+    waiting: its requests that wait for storage or for another engine. failures, pauses: its calls
+    without an answer in time, and how often its breaker opened after them, as it has reported by
+    now.
     """
 
     name: str
@@ -67,6 +68,7 @@ class EngineState:
     waiting: int
     failures: int
     pauses: int
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,7 @@ class NodeControl(CacheControl):
                     engine.num_waiting,
                     engine.num_failures,
                     engine.num_pauses,
+                    engine.title,
                 )
                 for engine in self._registry.engines.values()
             ],

@@ -294,6 +294,7 @@ class AttachedEngine:
         clients: clients by name, until they are known to have ended.
         partitions: slots that it uses, by the partition's number.
         costs: what it has measured, by the partition's number.
+        title: what people call it; "" if they have no name for it.
         num_waiting: its requests that wait.
         num_failures: sum over its ``ReportNotice``.
         num_pauses: sum over its ``ReportNotice``.
@@ -306,6 +307,7 @@ class AttachedEngine:
     clients: dict[str, AttachedClient] = field(default_factory=dict)
     partitions: dict[int, Holdings] = field(default_factory=dict)
     costs: dict[int, CostsNotice] = field(default_factory=dict)
+    title: str = ""
     num_waiting: int = 0
     num_failures: int = 0
     num_pauses: int = 0

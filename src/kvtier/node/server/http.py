@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier import __version__
-from kvtier.control.page import page_router
+from kvtier.control.page import LiveView, page_router
 from kvtier.control.routes import (
     ControlBody,
     ControlRoute,
@@ -91,7 +91,10 @@ def _refused(reason: str, status: int) -> Response:
 
 
 def reading_app(node: CacheNode, control: NodeControl) -> FastAPI:
-    """Return the application with the routes that change nothing."""
+    """Return the application with the routes that change nothing.
+
+    ``state.live`` is its ``LiveView``.
+    """
     app = FastAPI(title="kvtier node", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = ControlRoute
 
@@ -127,7 +130,8 @@ def reading_app(node: CacheNode, control: NodeControl) -> FastAPI:
     async def collect() -> Iterable[Metric]:
         return (await read()).collect()
 
-    app.include_router(page_router(collect))
+    app.state.live = LiveView(collect)
+    app.include_router(page_router(app.state.live))
     app.add_middleware(HeadAsGet)
     app.add_middleware(ShortBodies)
     return app

@@ -117,7 +117,14 @@ def _of_engines(state: NodeState) -> dict[MetricSpec, Values]:
         told = len(engine.pids), engine.slots, engine.waiting, engine.failures, engine.pauses
         for counts, num in zip(numbers.values(), told, strict=True):
             counts[engine.tenant, engine.name] += num  # two users may use the same name
-    return {specs.NODE_ENGINES: dict(engines), **{k: dict(v) for k, v in numbers.items()}}
+    titles: Values = {
+        (engine.tenant, engine.name, engine.title): 1.0 for engine in state.engines if engine.title
+    }
+    return {
+        specs.NODE_ENGINES: dict(engines),
+        specs.NODE_ENGINE_INFO: titles,
+        **{k: dict(v) for k, v in numbers.items()},
+    }
 
 
 def _of_partitions(state: NodeState) -> dict[MetricSpec, Values]:

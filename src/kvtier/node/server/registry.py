@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvtier.core.errors import ConfigError
+from kvtier.core.errors import ConfigError, printable
 from kvtier.node.config import DEFAULT_TENANT, check_tenant
 from kvtier.node.server.engines import AttachedClient, AttachedEngine, AttachError, EngineProcess
 from kvtier.node.server.lookups import TimeCounts
@@ -130,6 +130,7 @@ class Registry:
         client.connections[number] = connection
         client.has_left = False
         self.engines[key] = engine
+        engine.title = printable(hello.title[:MAX_NAME_CHARS]) or engine.title
         return number, name, engine
 
     def detach(

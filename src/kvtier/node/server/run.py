@@ -19,6 +19,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from kvtier.control.connection import HttpConnection
 from kvtier.control.doorman import BACKLOG, Doorman, on_loop_error, raise_descriptor_limit
+from kvtier.control.page import LiveView
 from kvtier.core.errors import ConfigError
 from kvtier.core.system.signals import ended_by_signals, ending_signals, signals_ignored
 from kvtier.devices.cpu import CpuDevice
@@ -107,6 +108,7 @@ class ControlServer:
     def __init__(self, node: CacheNode, control: NodeControl, path: Path, port: int | None) -> None:
         self._path = path
         self.port: int | None = None
+        self._live: LiveView | None = None
         self._sockets = [listen(path)]
         self._doormen = [_doorman()]
         self._servers = [_server(control_app(node, control), self._doormen[0])]
@@ -118,6 +120,7 @@ class ControlServer:
                 raise
             self.port = self._sockets[-1].getsockname()[1]
             loopback = reading_app(node, control)
+            self._live = loopback.state.live
             # So that a page from elsewhere can't read it by a name of its own (DNS rebinding).
             loopback.add_middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK_NAMES))
             self._doormen.append(_doorman())  # idle clients here keep nobody from the socket
@@ -130,10 +133,13 @@ class ControlServer:
 
     async def _serve(self) -> None:
         asyncio.get_running_loop().set_exception_handler(on_loop_error)
-        sweeping = asyncio.create_task(self._sweep())
+        tasks = [asyncio.create_task(self._sweep())]
+        if self._live is not None:
+            tasks.append(asyncio.create_task(self._live.watch()))
         pairs = zip(self._servers, self._sockets, strict=True)
         await asyncio.gather(*(server.serve(sockets=[own]) for server, own in pairs))
-        sweeping.cancel()
+        for task in tasks:
+            task.cancel()
 
     async def _sweep(self) -> None:
         while True:

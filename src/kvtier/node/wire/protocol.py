@@ -98,6 +98,7 @@ class AttachRequest(Message):
         engine: name of the engine, the same in all of its processes.
         tenant: whose quota counts; engines of different tenants never share a block.
         client: name of the client, the same for all connections of one ``NodeClient``.
+        title: what people call the engine; several may have the same.
 
     Work: one small file.
     """
@@ -108,6 +109,7 @@ class AttachRequest(Message):
     tenant: str = ""
     oldest_version: int = VERSION
     client: str = ""
+    title: str = ""
 
 
 class OpenRequest(Message):
@@ -401,12 +403,14 @@ class RefusedAnswer(Message):
 class OpenAnswer(Message):
     """Answer to ``OpenRequest``, with the file descriptor of its generations.
 
-    num_slots: slots that the whole memory would have at this block size.
+    num_slots: slots that the whole memory would have at this block size. capacity_bytes: of the
+    whole memory and of the partition's storage; 0 from a node that does not report it.
     """
 
     id: int
     partition: int
     num_slots: int
+    capacity_bytes: int = 0
 
 
 class LookupAnswer(Message):

@@ -43,6 +43,11 @@ class Dialect:
         """Return the tier of a value of ``source``; None if it is ignored."""
         return self.sources.get(source) if self.sources else source
 
+    @property
+    def activity(self) -> tuple[str, ...]:
+        """Counters of which one grows with every request."""
+        return self.asked, self.requests, f"{self.ttft}_count"
+
 
 KVTIER = Dialect(
     "kvtier",

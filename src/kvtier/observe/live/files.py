@@ -8,6 +8,8 @@ from importlib.resources import files
 
 PAGE = "index.html"
 LIVE_PATH = "/kvtier/live.json"
+HOUR_QUERY = "hour=1"
+"""Query by which a page also gets the last hour of its charts."""
 FOLDER = "/kvtier/page/"
 TYPES = {
     "index.html": "text/html; charset=utf-8",

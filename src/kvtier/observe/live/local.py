@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
 
-from kvtier.observe.live.files import HEADERS, LIVE_PATH, TYPES, content_of, name_of
+from kvtier.observe.live.charts import EVERY_S
+from kvtier.observe.live.files import HEADERS, HOUR_QUERY, LIVE_PATH, TYPES, content_of, name_of
 from kvtier.observe.live.scrape import WatchedEngine
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -14,6 +16,8 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 class LocalServer(ThreadingHTTPServer):
     """Serves the page and the picture of ``watched``. port: 0 for any free one.
+
+    It also looks without viewers, so that the charts of the last hour have no gaps.
 
     On a loopback address it answers only requests whose Host header is a loopback name, to prevent
     DNS rebinding.
@@ -23,8 +27,18 @@ class LocalServer(ThreadingHTTPServer):
 
     def __init__(self, watched: WatchedEngine, host: str = "127.0.0.1", port: int = 0) -> None:
         self.watched = watched
+        self._is_closed = Event()  # set also if the port is taken
         super().__init__((host, port), _Handler)
         self._is_loopback = host in LOCAL_HOSTS
+        Thread(target=self._watch, name="kvtier watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._is_closed.wait(EVERY_S):
+            self.watched.look()
+
+    def server_close(self) -> None:
+        self._is_closed.set()
+        super().server_close()
 
     @property
     def url(self) -> str:
@@ -45,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
+        path, _, query = self.path.partition("?")
         if not self.server.knows(self.headers.get("Host", "")):
             self._send(403, b"This server has another name.\n", "text/plain")
         elif (name := name_of(path)) is not None:
@@ -53,7 +67,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == LIVE_PATH:
             seen = self.server.watched.look()
             picture = seen.picture
-            watched = {"url": self.server.watched.url}
+            watched: dict[str, object] = {"url": self.server.watched.url}
+            if query == HOUR_QUERY:
+                watched["hour"] = self.server.watched.hour()
             content = {"error": seen.error} if picture is None else picture | watched
             status = 502 if seen.picture is None else 200
             self._send(status, json.dumps(content).encode(), "application/json")

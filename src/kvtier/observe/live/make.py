@@ -8,7 +8,7 @@ from math import inf, isfinite, isinf
 from kvtier.core.types import DEVICE, DISK, HOST
 from kvtier.observe import specs
 from kvtier.observe.live.dialects import NODE, Dialect, dialect_of
-from kvtier.observe.live.differences import grown, rate, ratio
+from kvtier.observe.live.differences import grown, mean, quantile, rate, ratio
 from kvtier.observe.live.make_node import make_node, tiers_of_node
 from kvtier.observe.live.picture import (
     Flow,
@@ -31,15 +31,18 @@ LEAST_PREFILL_S = 0.5
 """Least predicted prefill time for which the error of the estimates is shown."""
 LEAST_GONE = 30
 """Least number of sampled evicted blocks for which the share that returned is shown."""
-LEAST_TIMES = 5
-"""Least number of requests for which a mean time is shown."""
 ORDER = (DEVICE, HOST, DISK)
 COMPARED = ("equal", "within_tolerance", "different")
 """Outcomes of audits that took place."""
 
 
 def make_picture(
-    first: Reading, before: Reading, now: Reading, age_s: float, has_restarted: bool
+    first: Reading,
+    before: Reading,
+    now: Reading,
+    age_s: float,
+    has_restarted: bool,
+    busy: tuple[Reading, Reading] | None,
 ) -> Picture:
     """Make a picture from readings.
 
@@ -49,30 +52,34 @@ def make_picture(
         now: the latest reading.
         age_s: seconds for which the server has been watched.
         has_restarted: whether it restarted meanwhile.
+        busy: the first and last reading of the busy minute, see ``Picture``; None if there is none.
     """
     dialect = dialect_of(now)
-    hits, whole = _hits(first, now, dialect)
+    quiet_s = None if busy is None else now.at_s - busy[1].at_s
+    busy = busy or (first, now)
+    hits, whole = _hits(busy, now, dialect)
     picture = Picture(
         dialect.engine if dialect else "unknown",
         age_s,
-        now.at_s - first.at_s,
+        busy[1].at_s - busy[0].at_s,
+        quiet_s,
         has_restarted,
         any(name.startswith(specs.PREFIX) for name in now.values),
         hits,
         whole,
-        _saved(first, now),
+        _saved(busy, now),
         _tiers(first, now, dialect),
         _flows(before, now, dialect),
         now.total(specs.PLANNED_BLOCKS.name, decision="load"),
         now.total(specs.PLANNED_BLOCKS.name, decision="recompute"),
-        grown(first, now, specs.PLANNED_BLOCKS.name, decision="load"),
-        grown(first, now, specs.PLANNED_BLOCKS.name, decision="recompute"),
-        _guesses(first, now),
+        grown(*busy, specs.PLANNED_BLOCKS.name, decision="load"),
+        grown(*busy, specs.PLANNED_BLOCKS.name, decision="recompute"),
+        _guesses(*busy),
         now.total(specs.LATE_LOADS.name) or 0.0,
         grown(first, now, specs.LATE_LOADS.name),
-        _requests(first, now, dialect),
+        _requests(first, now, busy, dialect),
         ServerInfo(now.models, now.version, _uptime_s(now)),
-        make_node(first, now) if dialect is NODE else None,
+        make_node(first, now, busy) if dialect is NODE else None,
     )
     if picture.node is not None:
         picture = replace(picture, tiers=tiers_of_node(picture.tiers, now))
@@ -85,17 +92,17 @@ def _uptime_s(now: Reading) -> float | None:
 
 
 def _hits(
-    first: Reading, now: Reading, dialect: Dialect | None
+    busy: tuple[Reading, Reading], now: Reading, dialect: Dialect | None
 ) -> tuple[tuple[TierShare, ...], TierShare]:
     if dialect is None:
         return (), TierShare("all", None, None)
     least = LEAST_ASKED["blocks" if dialect.asked.endswith("_blocks_total") else "tokens"]
-    asked, ever = grown(first, now, dialect.asked), now.total(dialect.asked)
+    asked, ever = grown(*busy, dialect.asked), now.total(dialect.asked)
     given: dict[str, tuple[float | None, float]] = {}
     for source, total in now.by(dialect.given, dialect.source).items():
         tier = dialect.name_of(source)
         if tier is not None:
-            recent = grown(first, now, dialect.given, **{dialect.source: source})
+            recent = grown(busy[0], busy[1], dialect.given, **{dialect.source: source})
             given[tier] = recent, total
     shares = [
         TierShare(tier, ratio(recent, asked, least), ratio(total, ever, least))
@@ -111,13 +118,13 @@ def _place(tier: str) -> int:
     return ORDER.index(tier) if tier in ORDER else len(ORDER)
 
 
-def _saved(first: Reading, now: Reading) -> Saved:
+def _saved(busy: tuple[Reading, Reading], now: Reading) -> Saved:
     tokens, seconds = specs.SAVED_TOKENS.name, specs.SAVED_SECONDS.name
     return Saved(
         now.total(tokens),
         now.total(seconds),
-        rate(first, now, tokens),
-        rate(first, now, seconds),
+        rate(*busy, tokens),
+        rate(*busy, seconds),
     )
 
 
@@ -257,16 +264,16 @@ def _over(took_s: float | None, expected_s: float | None) -> float | None:
     return factor if factor is not None and isfinite(factor) else None
 
 
-def _requests(first: Reading, now: Reading, dialect: Dialect | None) -> Requests:
+def _requests(
+    first: Reading, now: Reading, busy: tuple[Reading, Reading], dialect: Dialect | None
+) -> Requests:
     if dialect is None:
-        return Requests(None, None, None, None, None)
-    num = grown(first, now, f"{dialect.ttft}_count")
-    seconds = grown(first, now, f"{dialect.ttft}_sum")
-    is_told = num is not None and seconds is not None and num >= LEAST_TIMES
+        return Requests(None, None, None, None, None, None)
     return Requests(
         now.total(dialect.running),
         now.total(dialect.waiting),
         rate(first, now, dialect.requests),
         rate(first, now, dialect.prompt_tokens),
-        seconds / num if is_told and seconds is not None and num else None,
+        mean(*busy, dialect.ttft),
+        quantile(*busy, dialect.ttft, 0.95),
     )

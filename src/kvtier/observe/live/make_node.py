@@ -4,36 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import inf
 
 from kvtier.observe import MetricSpec, specs
-from kvtier.observe.live.differences import grown, rate, ratio
+from kvtier.observe.live.differences import grown, mean, quantile, rate, ratio
 from kvtier.observe.live.picture import NodeEngine, NodePicture, NodeRoomUse, NodeTenant, Tier
 from kvtier.observe.live.reading import Reading
 
 LEAST_BLOCKS = 100.0
 """Least looked-up blocks for which the share that was found is shown."""
-LEAST_LOOKUPS = {0.5: 10.0, 0.99: 500.0}
-"""Least look-ups for which a quantile of their times is shown."""
 PLACES = specs.NODE_LOOKUP_BLOCKS.name
 TIMES = specs.NODE_LOOKUP_SECONDS.name
 FOUND = ("memory", "storage")
 
 
-def make_node(first: Reading, now: Reading) -> NodePicture:
-    """Make the picture of a node.
-
-    first: the oldest reading of the last minute; may be ``now``. now: the latest reading.
-    """
+def make_node(first: Reading, now: Reading, busy: tuple[Reading, Reading]) -> NodePicture:
+    """Make the picture of a node. Arguments: see ``make_picture``."""
     return NodePicture(
         now.total(specs.NODE_MEMORY_BYTES.name) or 0.0,
         now.total(specs.NODE_FREE_BYTES.name) or 0.0,
         now.total(specs.NODE_SEGMENT_BYTES.name) or 0.0,
         rate(first, now, f"{TIMES}_count"),
-        _quantile(first, now, 0.5),
-        _quantile(first, now, 0.99),
+        mean(*busy, TIMES),
+        quantile(*busy, TIMES, 0.95),
+        quantile(*busy, TIMES, 0.99),
         tuple(_engines(first, now)),
-        tuple(_tenants(first, now)),
+        tuple(_tenants(now, busy)),
         tuple(_rooms(now)),
     )
 
@@ -59,6 +54,10 @@ def _in_bytes(tier: Tier, now: Reading) -> Tier:
 
 
 def _engines(first: Reading, now: Reading) -> Iterable[NodeEngine]:
+    titles = {
+        (labels["tenant"], labels["engine"]): labels["title"]
+        for labels in _series(now, specs.NODE_ENGINE_INFO.name)
+    }
     for labels in _series(now, specs.NODE_ENGINE_PROCESSES.name):
         name, tenant = labels["engine"], labels["tenant"]
 
@@ -66,7 +65,7 @@ def _engines(first: Reading, now: Reading) -> Iterable[NodeEngine]:
             return now.total(metric.name, **at) or 0.0
 
         yield NodeEngine(
-            name,
+            titles.get((tenant, name), name),
             tenant,
             told(specs.NODE_ENGINE_PROCESSES),
             told(specs.NODE_ENGINE_SLOTS),
@@ -77,13 +76,13 @@ def _engines(first: Reading, now: Reading) -> Iterable[NodeEngine]:
         )
 
 
-def _tenants(first: Reading, now: Reading) -> Iterable[NodeTenant]:
+def _tenants(now: Reading, busy: tuple[Reading, Reading]) -> Iterable[NodeTenant]:
     for name in sorted(now.by(specs.NODE_FLOOR_BYTES.name, "tenant")):
 
         def told(metric: MetricSpec, tenant: str = name) -> float:
             return now.total(metric.name, tenant=tenant) or 0.0
 
-        found = [grown(first, now, PLACES, tenant=name, place=place) or 0.0 for place in FOUND]
+        found = [grown(*busy, PLACES, tenant=name, place=place) or 0.0 for place in FOUND]
         yield NodeTenant(
             name,
             told(specs.NODE_ENGINES),
@@ -95,7 +94,7 @@ def _tenants(first: Reading, now: Reading) -> Iterable[NodeTenant]:
             told(specs.NODE_SLAB_BYTES),
             told(specs.NODE_DISK_FLOOR_BYTES),
             now.total(specs.NODE_DISK_CEILING_BYTES.name, tenant=name),
-            ratio(sum(found), grown(first, now, PLACES, tenant=name), LEAST_BLOCKS),
+            ratio(sum(found), grown(*busy, PLACES, tenant=name), LEAST_BLOCKS),
         )
 
 
@@ -120,20 +119,3 @@ def _by_tier(now: Reading, **labels: str) -> dict[str, float]:
 def _series(now: Reading, name: str) -> list[dict[str, str]]:
     """Return the labels of a metric's series, in alphabetical order."""
     return [dict(labels) for labels in sorted(now.values.get(name, {}))]
-
-
-def _quantile(first: Reading, now: Reading, part: float) -> float | None:
-    """Return the end of the bucket below which a share of the last minute's look-ups stayed.
-
-    None if they were too few; infinite for the last bucket.
-    """
-    name = f"{TIMES}_bucket"
-    counts = [
-        (float(le), grown(first, now, name, le=le) or 0.0)
-        for le in now.by(name, "le")
-        if le != "+Inf"
-    ]
-    num = grown(first, now, f"{TIMES}_count")
-    if num is None or num < LEAST_LOOKUPS[part]:
-        return None
-    return next((end for end, below in sorted(counts) if below >= part * num), inf)

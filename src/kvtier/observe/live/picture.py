@@ -16,7 +16,7 @@ from typing import Any
 class TierShare:
     """Share of requested tokens found in a tier.
 
-    recent: in the last minute. ever: since the server's start.
+    recent: in the busy minute. ever: since the server's start.
     """
 
     tier: str
@@ -92,7 +92,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Expected and actual durations of loads or prefill, in the last minute.
+    """Expected and actual durations of loads or prefill, in the busy minute.
 
     Attributes:
         what: source tier of the loads, or "prefill".
@@ -113,7 +113,7 @@ class Guess:
 class Saved:
     """Prompt tokens that were not computed, and the seconds saved, less the cost of loading.
 
-    tokens_per_s, seconds_per_s: in the last minute.
+    tokens_per_s, seconds_per_s: in the busy minute.
     """
 
     tokens: float | None
@@ -130,7 +130,7 @@ class Requests:
         running, waiting: number of requests now.
         per_s: requests ended per second, in the last minute.
         prompt_tokens_per_s: prompt tokens per second, in the last minute.
-        ttft_s: mean time to first token, in the last minute.
+        ttft_s, ttft_p95_s: time to first token, mean and 95th percentile, in the busy minute.
     """
 
     running: float | None
@@ -138,6 +138,7 @@ class Requests:
     per_s: float | None
     prompt_tokens_per_s: float | None
     ttft_s: float | None
+    ttft_p95_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class NodeEngine:
     """One engine that is attached to a node.
 
     Attributes:
-        name, tenant: its name, and its tenant's.
+        name, tenant: its title, or else the name that its processes share; its tenant's name.
         processes: number of its processes.
         slots: slots that it reads or writes.
         waiting: its requests that wait for storage or for another engine.
@@ -189,7 +190,7 @@ class NodeTenant:
         used_bytes: bytes of its blocks by tier.
         slab_bytes: disk of its slabs, used or not.
         disk_floor_bytes, disk_ceiling_bytes: its quota on disk; None for no ceiling.
-        found: share of the blocks that its engines looked up and that were there, in the last
+        found: share of the blocks that its engines looked up and that were there, in the busy
             minute.
     """
 
@@ -228,7 +229,8 @@ class NodePicture:
         memory_bytes, free_bytes, segment_bytes: host memory, what of it belongs to no room, and the
             size of a segment.
         lookups_per_s: look-ups by engines, in the last minute.
-        lookup_s, late_lookup_s: time to their answer that half and that 99 of 100 stayed below.
+        lookup_s, lookup_p95_s, late_lookup_s: time to their answer in the busy minute: mean, 95th
+            and 99th percentile.
         engines, tenants, rooms: who uses it.
     """
 
@@ -237,6 +239,7 @@ class NodePicture:
     segment_bytes: float
     lookups_per_s: float | None
     lookup_s: float | None
+    lookup_p95_s: float | None
     late_lookup_s: float | None
     engines: tuple[NodeEngine, ...]
     tenants: tuple[NodeTenant, ...]
@@ -256,10 +259,14 @@ class PageAnswer:
 class Picture:
     """State of the cache of an engine, or of a node, at one moment.
 
+    The *busy minute* is the minute before the last request. Figures of requests come from it, and
+    therefore do not change while nothing is requested.
+
     Attributes:
         engine: name of the engine; "kvtier node" for a node.
         age_s: seconds for which the server has been watched.
-        window_s: actual length of "the last minute".
+        window_s: actual length of the busy minute.
+        quiet_s: seconds since its end; None if no request was seen.
         has_restarted: whether the server restarted while watched.
         has_cache: whether the engine reports kvtier metrics.
         hits: hit share of each tier.
@@ -268,7 +275,7 @@ class Picture:
         tiers, flows: tiers, and transfers between them.
         loaded, recomputed: cached blocks that were loaded, or recomputed all the same, since the
             server's start.
-        loaded_recently, recomputed_recently: the same in the last minute.
+        loaded_recently, recomputed_recently: the same in the busy minute.
         guesses: accuracy of the planner's estimates.
         late_loads: loads given up at their deadline, since the server's start.
         late_loads_recently: the same in the last minute.
@@ -281,6 +288,7 @@ class Picture:
     engine: str
     age_s: float
     window_s: float
+    quiet_s: float | None
     has_restarted: bool
     has_cache: bool
     hits: tuple[TierShare, ...]

@@ -16,6 +16,8 @@ WRONG_RATIO = 1.5
 MANY_RETURN = 0.3
 """Least share of evicted blocks requested again for which a larger tier is recommended."""
 WORTH_SHARE = 0.05
+QUIET_S = 15.0
+"""Least time without a request for which the busy minute is not called the last one."""
 LATE_LOOKUP_S = 5e-3
 """Longest time of 99 look-ups in 100 that is not reported as slow: engines wait no longer."""
 
@@ -26,7 +28,7 @@ def answer(picture: Picture) -> Iterator[PageAnswer]:
         said = "This engine reports no kvtier metrics: it runs without kvtier, or without metrics."
         yield PageAnswer("Is it on?", said, "bad")
         return
-    yield _worth(picture) if picture.node is None else _worth_of_node(picture)
+    yield _worth(picture)
     if any(tier.audited for tier in picture.tiers):
         yield _right(picture)
     yield _now(picture)
@@ -39,38 +41,36 @@ def _begun_large(text: str) -> str:
 
 
 def _worth(picture: Picture) -> PageAnswer:
-    question = "Is it worth its memory?"
-    part, saved = picture.hit_share.ever, picture.saved
-    if part is None:
-        return PageAnswer(
-            question, f"{TOO_FEW.capitalize()}: not enough was requested yet.", "plain"
-        )
-    text = f"{share(part)} of prompt tokens came from the cache."
+    question, saved, node = "Is it worth its memory?", picture.saved, picture.node
+    recent, ever = picture.hit_share.recent, picture.hit_share.ever
+    if ever is None:
+        asked = "looked up" if node is not None else "requested"
+        text = f"{TOO_FEW.capitalize()}: not enough was {asked} yet."
+        return PageAnswer(question, text, "plain")
+    is_worth = max(recent or 0.0, ever) >= WORTH_SHARE
+    when = "since the server's start" if recent is None else minute(picture)
+    what = "of prompt tokens came from the cache"
+    if node is not None:
+        what = "of the blocks that engines looked up were here"
+    text = f"{share(ever if recent is None else recent)} {what} {when}."
     if saved.seconds:
-        text += f" That saved {seconds(saved.seconds)} of prefill time, less the time spent loading"
+        text += f" Since its start the server saved {seconds(saved.seconds)} of prefill time, less "
+        text += "the time spent loading"
         if saved.seconds_per_s is not None and picture.window_s >= 10:
             engines = f"{saved.seconds_per_s:.2g} engines like this"
-            text += f"; in the last minute as much as {engines} compute"
+            text += f"; {minute(picture)} as much as {engines} compute"
         text += "."
     elif saved.tokens:
-        text += f" {count(saved.tokens)} prompt tokens were not recomputed."
-    if part < WORTH_SHARE:
-        text += (
-            " Prompts share few prefixes, or blocks are evicted before they are requested again."
-        )
-    return PageAnswer(question, text, "good" if part >= WORTH_SHARE else "plain")
+        text += f" Since its start {count(saved.tokens)} prompt tokens were not recomputed."
+    if not is_worth:
+        text += " Prompts share few prefixes, or blocks are evicted before they are needed again."
+    return PageAnswer(question, text, "good" if is_worth else "plain")
 
 
-def _worth_of_node(picture: Picture) -> PageAnswer:
-    question, part = "Is it worth its memory?", picture.hit_share.ever
-    if part is None:
-        return PageAnswer(
-            question, f"{TOO_FEW.capitalize()}: not enough was looked up yet.", "plain"
-        )
-    text = f"{share(part)} of the blocks that engines looked up were here."
-    if part < WORTH_SHARE:
-        text += " Prompts share few prefixes, or blocks are evicted before they are looked up."
-    return PageAnswer(question, text, "good" if part >= WORTH_SHARE else "plain")
+def minute(picture: Picture) -> str:
+    """Return how the busy minute is called at the moment of a picture."""
+    is_now = picture.quiet_s is None or picture.quiet_s < QUIET_S
+    return "in the last minute" if is_now else "in the minute before the last request"
 
 
 def _right(picture: Picture) -> PageAnswer:
@@ -119,7 +119,7 @@ def _slow(picture: Picture) -> PageAnswer:
     if any(guess.ratio is not None for guess in loads):
         text += ". Loads take no longer than expected"
     elif loads:
-        text += f". Loads of the last minute were {TOO_FEW} whether they take as long as expected"
+        text += f". Loads {minute(picture)} were {TOO_FEW} whether they take as long as expected"
     return PageAnswer(question, text + ".", "good")
 
 

@@ -39,7 +39,7 @@ RENAMED = {
 """The cache's name of a metric by its other name under vLLM."""
 KEPT = frozenset({"tier", "src", "dst", "decision", "le", "source", "cache_source", "outcome"})
 """Labels that are kept. Values are summed over all others, such as model, engine and process."""
-KEPT_OF_NODE = KEPT | {"tenant", "room", "engine", "place"}
+KEPT_OF_NODE = KEPT | {"tenant", "room", "engine", "place", "title"}
 """Labels that are kept of a node's metrics."""
 ENGINE = "engine"
 WORST = frozenset({specs.BREAKER_STATE.name, specs.QUEUED_SECONDS.name, specs.SLOT_BYTES.name})

@@ -123,11 +123,16 @@ class WatchedEngine:
                 self._looked_s = time.monotonic()
             return self._seen
 
+    def hour(self) -> dict[str, Any]:
+        """Return the last hour of the charts; see ``ChartHour``."""
+        with self._lock:
+            return self._history.hour(time.monotonic())
+
     def _look(self) -> ScrapeResult:
         try:
-            self._history.add(Reading.parse(self._read(), time.monotonic()))
+            picture = self._history.look(Reading.parse(self._read(), time.monotonic()))
         except UnreadableError as error:
             return ScrapeResult(None, f"{self.url} answers, but with {error}")
         except ScrapeError as error:
             return ScrapeResult(None, str(error))
-        return ScrapeResult(self._history.picture().as_json())
+        return ScrapeResult(picture)

@@ -74,7 +74,7 @@ def _head(picture: Mapping[str, Any], url: str) -> Text:
             ("engine" if len(node["engines"]) == 1 else "engines", _number(len(node["engines"]))),
             ("waiting", _number(asked["waiting"])),
             ("look-ups/s", TOO_FEW if asked["per_s"] is None else f"{asked['per_s']:.3g}"),
-            ("half of them within", seconds(node["lookup_s"])),
+            ("look-up time", _time(node["lookup_s"], node["lookup_p95_s"])),
             ("found", share(picture["hit_share"]["recent"])),
             ("memory free", f"{size(node['free_bytes'])} of {size(node['memory_bytes'])}"),
         )
@@ -82,7 +82,7 @@ def _head(picture: Mapping[str, Any], url: str) -> Text:
         else (
             ("running", _number(asked["running"])),
             ("waiting", _number(asked["waiting"])),
-            ("time to first token", seconds(asked["ttft_s"])),
+            ("time to first token", _time(asked["ttft_s"], asked["ttft_p95_s"])),
             ("from cache", share(picture["hit_share"]["recent"])),
             ("prefill time saved", _saved(saved)),
         )
@@ -100,6 +100,10 @@ def _saved(saved: Mapping[str, Any]) -> str:
     text = seconds(saved["seconds"])
     engines = saved["seconds_per_s"]
     return text if engines is None else f"{text} (now {engines:.2g} engine{'s' * (engines != 1)})"
+
+
+def _time(mean: float | None, p95: float | None) -> str:
+    return seconds(mean) if p95 is None else f"{seconds(mean)} (p95 {seconds(p95)})"
 
 
 def _number(value: float | None) -> str:

@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from kvtier import __version__
-from kvtier.control.page import page_router
+from kvtier.control.page import LiveView, page_router
 from kvtier.control.routes import HeadAsGet
 from kvtier.serve.server.chat import chat_router
 from kvtier.serve.server.completions import completions_router
@@ -25,7 +25,7 @@ from kvtier.serve.server.service import Service
 
 
 def make_app(service: Service) -> FastAPI:
-    """Return the ASGI application that serves ``service``."""
+    """Return the ASGI application that serves ``service``; ``state.live`` is its ``LiveView``."""
     app = FastAPI(title="kvtier", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     app.include_router(completions_router(service))
@@ -37,7 +37,8 @@ def make_app(service: Service) -> FastAPI:
     async def families() -> list[Metric]:
         return [*service.metrics.registry.collect(), *await cache_families.read()]
 
-    app.include_router(page_router(families))
+    app.state.live = LiveView(families)
+    app.include_router(page_router(app.state.live))
     if service.config.control_key is not None:
         app.include_router(server_control_router(service))
 

@@ -118,9 +118,10 @@ class CacheMetrics(Generic[T]):
         """Return the current metrics, or the previous ones if the engine takes too long."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.wrap_future(self._engine.call_later(self._read))
-        done, _ = await asyncio.wait({self._reading}, timeout=self.PATIENCE_S)
+        reading = self._reading  # others may begin the next one meanwhile
+        done, _ = await asyncio.wait({reading}, timeout=self.PATIENCE_S)
         if done:
-            self._last = self._reading.result()
+            self._last = reading.result()
         return self._last
 
     def _read(self) -> T:

@@ -98,8 +98,9 @@ class HttpServer:
                 self._loop.add_signal_handler(number, self._on_stop)
         service = Service(self._engine, self._config)
         grace_s = self._config.shutdown_grace_s
+        app = make_app(service)
         settings = uvicorn.Config(
-            make_app(service),
+            app,
             # uvicorn calls this like a class, to create a protocol.
             http=cast(type[asyncio.Protocol], self._protocol(service.doorman)),
             backlog=BACKLOG,
@@ -113,7 +114,10 @@ class HttpServer:
         )
         server = _Uvicorn(settings)
         serving = asyncio.create_task(server.serve(sockets=self._listeners))
-        watching = asyncio.create_task(_watch(service.doorman, self._certificate))
+        watching = [
+            asyncio.create_task(_watch(service.doorman, self._certificate)),
+            asyncio.create_task(app.state.live.watch()),
+        ]
         try:
             await _until(serving, lambda: server.started)
             self._listen()  # again: uvicorn has reduced the backlog
@@ -126,7 +130,8 @@ class HttpServer:
             await self._finish(service, grace_s)
         finally:
             await serving
-            watching.cancel()
+            for task in watching:
+                task.cancel()
             service.doorman.dismiss()
             await asyncio.sleep(0)
             service.close()

@@ -61,6 +61,7 @@ SETTINGS: Final = (
     "encryption_key",
     "node",
     "node_tenant",
+    "engine_name",
     "mode",
     "eviction_policy",
     "audit",

@@ -182,7 +182,8 @@ def status(socket: Socket = SOCKET, as_json: AsJson = False) -> None:
         )
     for each in told["engines"]:
         pids = ", ".join(map(str, each["pids"]))
-        say(f"engine {each['name']} of {each['tenant']}: {each['slots']} slots; processes {pids}")
+        name = each.get("title") or each["name"]
+        say(f"engine {name} of {each['tenant']}: {each['slots']} slots; processes {pids}")
     _show_tenants(told["tenants"], told["segment_bytes"])
     for each in told["rooms"]:
         _show_room(each)

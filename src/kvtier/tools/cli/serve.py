@@ -39,6 +39,7 @@ class LogLevel(StrEnum):
         "storage_capacity",
         "node",
         "node_tenant",
+        "engine_name",
         "codec",
         "encryption_key",
         "prefetch_policy",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 import typer
 
@@ -46,6 +47,9 @@ def serve_until_ended(
 
             open_certificate(server_config)
         _warn(engine_config, server_config, is_open=not all(map(is_loopback, listeners)))
+        model, port = server_config.served_model_name, bound[0].getsockname()[1]
+        cache = engine_config.cache.titled(model or engine_config.model, port)
+        engine_config = replace(engine_config, cache=cache)
         logger.info("loading model name=%s", engine_config.model)
         logger.info("importing torch and transformers")
 

@@ -52,7 +52,7 @@ from kvtier.connectors.sglang.shared.ranks import (
     replica_of,
 )
 from kvtier.connectors.sglang.shared.recording import Recording
-from kvtier.connectors.sglang.shared.settings import StorageSettings
+from kvtier.connectors.sglang.shared.settings import StorageSettings, served
 from kvtier.connectors.sglang.shared.shards import host_shards, num_kv_heads, refuse_several
 from kvtier.connectors.sglang.shared.tier_events import TIER_EVENTS
 from kvtier.connectors.sglang.shared.unsupported import refuse
@@ -99,8 +99,9 @@ class KvtierStorage(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object]) -> None:
         del kwargs  # SGLang passes none
         self._config = storage_config
-        self._settings = StorageSettings.read(storage_config.extra_config or {})
         self._options = _server_args()
+        settings = StorageSettings.read(storage_config.extra_config or {})
+        self._settings = settings.titled(*served(self._options))
         refuse(storage_config, self._options, self._settings)
         self._pools: dict[str, HostPool] = {}
         self._slabs: dict[str, PoolSlab] = {}

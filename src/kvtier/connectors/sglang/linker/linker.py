@@ -54,7 +54,7 @@ from kvtier.connectors.sglang.shared.ranks import (
     slot_bytes,
 )
 from kvtier.connectors.sglang.shared.recording import Recording
-from kvtier.connectors.sglang.shared.settings import LinkerSettings
+from kvtier.connectors.sglang.shared.settings import LinkerSettings, served
 from kvtier.connectors.sglang.shared.shards import device_shards, num_kv_heads, refuse_several
 from kvtier.connectors.sglang.shared.tier_events import TIER_EVENTS
 from kvtier.connectors.sglang.shared.unsupported import refuse
@@ -102,7 +102,7 @@ class KvtierLinker(UnifiedCacheLinker):
         extra_config: Mapping[str, object] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        settings = LinkerSettings.read(extra_config or {})
+        settings = LinkerSettings.read(extra_config or {}).titled(*served(server_args))
         config = RankConfig.of(params, server_args)
         refuse(config, server_args, settings)
         self._settings, self._config, self._options = settings, config, server_args

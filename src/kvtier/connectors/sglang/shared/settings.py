@@ -56,3 +56,9 @@ class LinkerSettings(HostSettings):
     """Settings of the linker: host memory of kvtier's, and optionally a disk and stores below."""
 
     option: ClassVar[str] = "--unified-cache-external-linker-config"
+
+
+def served(options: object) -> tuple[str, int | None]:
+    """Return model and port that SGLang serves. options: its ``ServerArgs``; None outside of it."""
+    names = (getattr(options, name, None) for name in ("served_model_name", "model_path"))
+    return next(filter(None, names), ""), getattr(options, "port", None)

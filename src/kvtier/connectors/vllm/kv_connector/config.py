@@ -55,6 +55,7 @@ def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
         replica=getattr(parallel, "data_parallel_index", parallel.data_parallel_rank),
         is_replicated=_is_replicated(config, kv_cache_config),
         publishes_events=events is not None and bool(events.enable_kv_cache_events),
+        model=config.model_config.model,
     )
 
 

@@ -50,6 +50,7 @@ def facts_of(config: OffloadingConfig) -> EngineFacts:
         is_replicated=config.replicated_layout,
         is_canonical=config.canonical_layout,
         publishes_events=config.enable_kv_cache_events,
+        model=config.model.name,
     )
 
 

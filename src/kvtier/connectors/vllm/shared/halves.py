@@ -161,7 +161,12 @@ class Sizes:
         settings = self.settings
         if not settings.node:
             return None
-        return NodeClient(Path(settings.node), settings.node_tenant, self.facts.engine_id)
+        return NodeClient(
+            Path(settings.node),
+            settings.node_tenant,
+            self.facts.engine_id,
+            settings.titled(self.facts.model).engine_name,
+        )
 
     # -- in a rank ---------------------------------------------------------------------------------
 

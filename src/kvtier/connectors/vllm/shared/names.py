@@ -52,6 +52,7 @@ class EngineFacts:
         is_canonical: blocks have the layout that vLLM calls canonical.
         any_size: stores have blocks in shards that do not depend on the ranks.
         publishes_events: vLLM wants to hear which blocks are cached.
+        model: name of the model, for people.
     """
 
     groups: tuple[GroupFacts, ...]
@@ -72,6 +73,7 @@ class EngineFacts:
     is_canonical: bool = False
     any_size: bool = False
     publishes_events: bool = False
+    model: str = ""
 
     @property
     def num_shards(self) -> int:

@@ -2,18 +2,14 @@
 
 import { made } from "./words.js";
 
-const HEIGHT = 110, LEFT = 68, TOP = 8, BOTTOM = 18, RIGHT = 6;
-const MOST = 900; // most points: half an hour
+const HEIGHT = 110, LEFT = 68, TOP = 8, BOTTOM = 18, RIGHT = 6, COLOURS = 6;
+const GAP_S = 30; // between points that no line connects
 
 export class Chart {
-  // say: formats a value. top: least upper end of the axis.
-  constructor(parent, title, say, top) {
-    this.say = say;
-    this.top = top;
-    this.title = title;
-    this.times = [];
-    this.series = new Map(); // by name: one value or null per time
-    this.cursor = null;
+  // id: of the chart in a point's values. say: formats a value. round: returns the upper end of the
+  // axis for a value. least: least upper end.
+  constructor(parent, id, title, say, round, least) {
+    Object.assign(this, { id, title, say, round, least, points: [], cursor: null });
     this.svg = made("svg", { tabindex: 0, role: "img", height: HEIGHT });
     this.caption = made("figcaption");
     parent.append(made("figure", {}, this.caption, this.svg));
@@ -24,99 +20,92 @@ export class Chart {
     new ResizeObserver(() => this.draw()).observe(parent);
   }
 
-  // values: by name; null for an unknown value. All null is a gap.
-  add(time, values) {
-    for (const name of Object.keys(values)) {
-      if (!this.series.has(name)) this.series.set(name, this.times.map(() => null));
-    }
-    this.times.push(time);
-    for (const [name, line] of this.series) line.push(values[name] ?? null);
-    if (this.times.length > MOST) {
-      this.times.shift();
-      for (const line of this.series.values()) line.shift();
-      if (this.cursor !== null) this.cursor = Math.max(0, this.cursor - 1);
-    }
+  // points: {time, charts}, oldest first; charts has a value or null by chart and series. span: in s.
+  show(points, span) {
+    this.span = span;
+    this.points = points.filter(({ time }) => time >= points.at(-1).time - span);
+    // The server orders the series, so each has the same colour on all pages.
+    const charts = points.map(({ charts }) => charts[this.id] ?? {}).reverse();
+    const newest = charts.find((each) => Object.keys(each).length) ?? {};
+    this.names = [...new Set([newest, ...charts].flatMap(Object.keys))];
     this.draw();
   }
 
   draw() {
     const width = this.svg.clientWidth;
-    if (!width || !this.times.length) return;
-    const span = Math.max(60, this.times.at(-1) - this.times[0]);
-    const values = [...this.series.values()].flat().filter((each) => each !== null);
-    const most = Math.max(this.top, ...values);
-    const x = (time) => width - RIGHT - ((this.times.at(-1) - time) / span) * (width - LEFT - RIGHT);
+    if (!width || !this.points.length) return;
+    const end = this.points.at(-1).time;
+    const lines = this.names.map((name) => this.points.map(({ charts }) => charts[this.id]?.[name] ?? null));
+    const values = lines.flat().filter((each) => each !== null);
+    const most = this.round(values.reduce((one, other) => Math.max(one, other), this.least));
+    const x = (time) => width - RIGHT - ((end - time) / this.span) * (width - LEFT - RIGHT);
     const y = (value) => HEIGHT - BOTTOM - (value / most) * (HEIGHT - TOP - BOTTOM);
     const parts = [];
+    const write = (x, y, anchor, content) => {
+      const text = made("text", { class: "axis", x, y, "text-anchor": anchor });
+      text.textContent = content;
+      parts.push(text);
+    };
     for (const value of [0, most / 2, most]) {
       parts.push(made("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
-      const text = made("text", { class: "axis", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" });
-      text.textContent = values.length ? this.say(value) : "";
-      parts.push(text);
+      if (values.length) write(LEFT - 6, y(value) + 4, "end", this.say(value));
     }
-    if (!values.length) {
-      const text = made("text", { class: "axis", x: (LEFT + width - RIGHT) / 2, y: y(most / 2) - 6, "text-anchor": "middle" });
-      text.textContent = "nothing yet";
-      parts.push(text);
-    }
-    for (const [at, text, anchor] of [[LEFT, `${Math.round(span / 60)} min ago`, "start"], [width - RIGHT, "now", "end"]]) {
-      const label = made("text", { class: "axis", x: at, y: HEIGHT - 4, "text-anchor": anchor });
-      label.textContent = text;
-      parts.push(label);
-    }
-    [...this.series.values()].forEach((line, number) => {
-      parts.push(made("path", { class: `series s${number % 6}`, d: this.#path(line, x, y) }));
-    });
+    if (!values.length) write((LEFT + width - RIGHT) / 2, y(most / 2) - 6, "middle", "nothing yet");
+    write(LEFT, HEIGHT - 4, "start", `${this.span / 60} min ago`);
+    write(width - RIGHT, HEIGHT - 4, "end", "now");
+    lines.forEach((line, number) => parts.push(made("path", { class: `series ${colour(number)}`, d: this.#path(line, x, y) })));
+    const at = this.#at();
     if (this.cursor !== null) {
-      const at = x(this.times[this.cursor]);
-      parts.push(made("line", { class: "cursor", x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM }));
+      const cursor = x(this.points[at].time);
+      parts.push(made("line", { class: "cursor", x1: cursor, x2: cursor, y1: TOP, y2: HEIGHT - BOTTOM }));
     }
-    this.scale = { span, width };
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.svg.replaceChildren(...parts);
-    this.#caption();
+    this.#caption(lines.map((line) => line[at]), end - this.points[at].time);
   }
 
   #path(line, x, y) {
-    let path = "", isDown = false;
+    let path = "", last = -Infinity;
     line.forEach((value, at) => {
-      if (value !== null) path += `${isDown ? "L" : "M"}${x(this.times[at]).toFixed(1)} ${y(value).toFixed(1)}`;
-      isDown = value !== null;
+      const { time } = this.points[at];
+      if (value !== null) path += `${time - last < GAP_S ? "L" : "M"}${x(time).toFixed(1)} ${y(value).toFixed(1)}${time - last < GAP_S ? "" : "h0"}`;
+      last = value === null ? -Infinity : time;
     });
     return path;
   }
 
-  #caption() {
-    const at = this.cursor ?? this.times.length - 1;
-    const ago = Math.round(this.times.at(-1) - this.times[at]);
-    const when = this.cursor === null ? "" : `, ${ago} s ago`;
-    const keys = [...this.series].map(([name, line], number) => {
-      const value = line[at] === null ? "–" : this.say(line[at]);
-      return made("span", {}, made("span", { class: `key s${number % 6}` }), `${name} ${value}`);
-    });
+  #caption(values, ago) {
+    const when = this.cursor === null ? "" : `, ${Math.round(ago)} s ago`;
+    const keys = this.names.map((name, number) =>
+      made("span", {}, made("span", { class: `key ${colour(number)}` }), `${name} ${values[number] === null ? "–" : this.say(values[number])}`));
     this.caption.replaceChildren(made("b", {}, this.title + when), ...keys);
     this.svg.setAttribute("aria-label", this.title + when + ": " + keys.map((each) => each.textContent).join(", "));
   }
 
-  #read(at) {
-    this.cursor = at;
+  // The number of the point at the cursor, which stays at its time.
+  #at() {
+    const at = this.cursor === null ? -1 : this.points.findIndex(({ time }) => time >= this.cursor);
+    return at < 0 ? this.points.length - 1 : at;
+  }
+
+  #read(time) {
+    this.cursor = time;
     this.draw();
   }
 
   #point(offset) {
-    if (!this.scale) return;
-    const { span, width } = this.scale;
-    const time = this.times.at(-1) - ((width - RIGHT - offset) / (width - LEFT - RIGHT)) * span;
-    const at = this.times.findIndex((each) => each >= time);
-    this.#read(at < 0 ? this.times.length - 1 : at);
+    const width = this.svg.clientWidth;
+    if (this.points.length) this.#read(this.points.at(-1).time - ((width - RIGHT - offset) / (width - LEFT - RIGHT)) * this.span);
   }
 
   #key(event) {
-    const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -60, PageDown: 60, Home: -MOST, End: MOST }[event.key];
+    const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -60, PageDown: 60, Home: -Infinity, End: Infinity }[event.key];
     if (event.key === "Escape") this.#read(null);
-    if (step === undefined) return;
+    if (step === undefined || !this.points.length) return;
     event.preventDefault();
-    const last = this.times.length - 1;
-    this.#read(Math.min(last, Math.max(0, (this.cursor ?? last) + step)));
+    this.#read(this.points[Math.min(this.points.length - 1, Math.max(0, this.#at() + step))].time);
   }
 }
+
+// The classes of the series of this number: dashed where the colours are used up.
+const colour = (number) => `s${number % COLOURS}${number >= COLOURS ? " dashed" : ""}`;

@@ -2,7 +2,7 @@
 
 import { STATES, count, made, rate, seconds, share, size } from "./words.js";
 
-const BOX = 74, GAP = 76, SPACE = 10;
+const BOX = 62, GAP = 46, SPACE = 10;
 const MEMORIES = ["device", "host"];
 const NOTHING = { bytes_per_s: null, is_refused: false, in_flight: null, queued_s: null };
 
@@ -49,20 +49,21 @@ export class Ladder {
     const hits = this.picture.hits.find((each) => each.tier === tier.name);
     const inside = width - 24;
     const fits = (text) => (text.length * 6.4 > inside ? text.slice(0, Math.floor(inside / 6.4) - 1) + "…" : text);
-    const used = width > 200 && tier.capacity_bytes !== null ? `${size(tier.used_bytes)} of ${size(tier.capacity_bytes)} in use`
-      : tier.slots === null ? (tier.fill === null ? "" : `${share(tier.fill)} in use`)
-      : width > 200 ? `${count(tier.used)} of ${count(tier.slots)} blocks in use` : `${share(tier.fill)} in use`;
-    const served = hits && hits.recent !== null ? `${share(hits.recent)} of ${this.picture.node ? "looked-up blocks" : "prompt tokens"}` : "";
+    const parts_of = tier.capacity_bytes !== null ? `${size(tier.used_bytes)} of ${size(tier.capacity_bytes)}`
+      : tier.slots !== null ? `${count(tier.used)} of ${count(tier.slots)} blocks` : "";
+    const used = [parts_of && `${parts_of} in use`, parts_of, tier.fill === null ? "" : `${share(tier.fill)} in use`]
+      .find((text) => text && text.length * 6.4 <= inside) ?? "";
+    const served = hits && hits.recent !== null ? `${share(hits.recent)} of ${this.picture.node ? "blocks" : "tokens"}` : "";
     const parts = [
       made("rect", { class: `box ${kind}`, x, y, width, height: BOX, rx: 8 }),
-      text(x + 12, y + 22, tier.name, "name"),
-      text(x + 12, y + 42, fits(state || used), state ? kind : "faint"),
+      text(x + 12, y + 20, tier.name, "name"),
+      text(x + 12, y + 38, fits(state || used), state ? kind : "faint"),
     ];
-    if (width > 260 && served) parts.push(text(x + width - 12, y + 22, served, "", "end"));
+    if (width > 160 && served) parts.push(text(x + width - 12, y + 20, served, "", "end"));
     if (tier.fill !== null) {
-      parts.push(made("rect", { class: "bar", x: x + 12, y: y + 54, width: inside, height: 8, rx: 4 }));
+      parts.push(made("rect", { class: "bar", x: x + 12, y: y + 47, width: inside, height: 8, rx: 4 }));
       const filled = Math.min(1, tier.fill) * inside;
-      if (filled) parts.push(made("rect", { class: "filled", x: x + 12, y: y + 54, width: Math.max(filled, 4), height: 8, rx: 4 }));
+      if (filled) parts.push(made("rect", { class: "filled", x: x + 12, y: y + 47, width: Math.max(filled, 4), height: 8, rx: 4 }));
     }
     return made("g", {}, ...parts);
   }
@@ -78,9 +79,9 @@ export class Ladder {
       yield* arrow(box.x + 16, low, high, up);
       yield* arrow(box.x + 34, high, low, down);
       const lines = [["↑", up], ["↓", down], ["⇈ direct", direct]].filter(([, flow]) => flow);
-      const top = (low + high) / 2 - (lines.length - 1) * 8 + 4;
+      const top = (low + high) / 2 - (lines.length - 1) * 7 + 4;
       for (const [at, [sign, flow]] of lines.entries()) {
-        yield text(box.x + 48, top + at * 16, told(sign, flow, box.width), flow.is_refused ? "bad" : flow.bytes_per_s ? "" : "faint");
+        yield text(box.x + 48, top + at * 14, told(sign, flow, box.width), flow.is_refused ? "bad" : flow.bytes_per_s ? "" : "faint");
       }
     }
   }

@@ -1,25 +1,22 @@
 // What only a node has: engines, tenants, rooms.
 
 import { Memory } from "./memory.js";
-import { TOO_FEW, count, fill, seconds, share, size } from "./words.js";
+import { TOO_FEW, clock, count, decimal, fill, seconds, share, size } from "./words.js";
 
 const memory = new Memory(document.getElementById("memory"));
 const waiting = ({ node }) => node.engines.reduce((sum, each) => sum + each.waiting, 0);
-const found = ({ node }) => Object.fromEntries(node.tenants.map((each) => [each.name, each.found]));
 
 // As ENGINE_TILES and ENGINE_CHARTS of the page.
 export const NODE_TILES = [
   ["Looked-up blocks found", ({ hit_share }) => hit_share.recent, share],
   ["Look-ups per second", ({ node }) => node.lookups_per_s, (value) => (value < 10 ? value.toFixed(1) : count(value))],
-  ["Half of the look-ups within", ({ node }) => node.lookup_s, seconds],
-  ["99 of 100 look-ups within", ({ node }) => node.late_lookup_s, seconds],
-  ["Engines", ({ node }) => node.engines.length, count],
-  ["Waiting requests", waiting, count],
+  ["Look-up time", ({ node }) => node.lookup_s, seconds, ({ node }) => node.lookup_p95_s !== null && `p95 ${seconds(node.lookup_p95_s)}`],
+  ["Engines", ({ node }) => node.engines.length, count, (picture) => `${count(waiting(picture))} requests waiting`],
 ];
 export const NODE_CHARTS = [
-  ["Looked-up blocks found, by tenant", share, 0.1, found],
-  ["Look-up time", seconds, 0.0001, ({ node }) => ({ median: node.lookup_s, p99: node.late_lookup_s })],
-  ["Waiting requests", count, 4, (picture) => ({ waiting: waiting(picture) })],
+  ["found", "Looked-up blocks found, by tenant", share, decimal, 0.1],
+  ["lookups", "Look-up time", seconds, clock, 0.0001],
+  ["waiting", "Waiting requests", count, decimal, 4],
 ];
 
 export function showNode(node) {

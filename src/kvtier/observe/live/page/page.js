@@ -1,38 +1,40 @@
-// Requests the picture every two seconds and shows it. Only the page keeps the history of its charts.
+// Requests the picture every two seconds and shows it. The server keeps the last hour of the charts.
 
 import { Chart } from "./chart.js";
 import { Ladder } from "./ladder.js";
 import { NODE_CHARTS, NODE_TILES, showNode } from "./node.js";
-import { STATES, TOO_FEW, capacity, count, fill, made, rate, seconds, share, size } from "./words.js";
+import { STATES, TOO_FEW, binary, capacity, clock, count, decimal, fill, made, rate, seconds, share } from "./words.js";
 
 const EVERY_MS = 2000, HIDDEN_MS = 5000, PATIENCE_MS = 8000;
+const HOUR_S = 3600;
 const KEY = "kvtier-api-key";
 const byId = (id) => document.getElementById(id);
 const ladder = new Ladder(byId("ladder"));
-// Charts: title, format of a value, least upper end of the axis, and the values of a picture.
-const FLOWS = ["Transfer rate", rate, 1024, ({ flows }) => named(flows, (each) => `${each.src} → ${each.dst}`, (each) => each.bytes_per_s)];
+// Charts: id, title, format of a value, function that rounds the end of the axis, and its least end.
+const FLOWS = ["flows", "Transfer rate", rate, binary, 1024];
 const ENGINE_CHARTS = [
-  ["Prompt tokens by source", share, 0.1, ({ hits }) => named(hits, (each) => each.tier, (each) => each.recent)],
+  ["hits", "Prompt tokens by source", share, decimal, 0.1],
   FLOWS,
-  ["Prefill time saved per second", seconds, 0.001, ({ saved }) => ({ saved: saved.seconds_per_s })],
-  ["Time to first token", seconds, 0.001, ({ requests }) => ({ mean: requests.ttft_s })],
+  ["saved", "Prefill time saved per second", seconds, clock, 0.001],
+  ["ttft", "Time to first token", seconds, clock, 0.001],
 ];
+// Tiles: title, value, format, and what stands below it.
 const ENGINE_TILES = [
   ["Prompt tokens from cache", ({ hit_share }) => hit_share.recent, share],
   // Seconds of prefill saved per second, in engines.
-  ["Prefill time saved per minute", ({ saved }) => saved.seconds_per_s, (value) => `${seconds(60 * value)} (${engines(value)})`],
-  ["Time to first token", ({ requests }) => requests.ttft_s, seconds],
-  ["Running requests", ({ requests }) => requests.running, count],
-  ["Waiting requests", ({ requests }) => requests.waiting, count],
+  ["Prefill time saved per minute", ({ saved }) => saved.seconds_per_s, (value) => seconds(60 * value), ({ saved }) => `${engines(saved.seconds_per_s)}’ worth`],
+  ["Time to first token", ({ requests }) => requests.ttft_s, seconds, ({ requests }) => requests.ttft_p95_s !== null && `p95 ${seconds(requests.ttft_p95_s)}`],
+  ["Running requests", ({ requests }) => requests.running, count, ({ requests }) => requests.waiting !== null && `${count(requests.waiting)} waiting`],
 ];
-let charts = null;
+let charts = null, points = [], needsHour = true;
 const NEW_MS = 120_000; // for which a restart of the server is shown
 let isPaused = false, hasSeen = false, lastSeen = 0, turn = 0, lastAge = 0, begunAnew = -NEW_MS;
 
 async function ask() {
   const headers = {}, key = sessionStorage.getItem(KEY);
   if (key) headers.Authorization = `Bearer ${key}`;
-  const answer = await fetch("/kvtier/live.json", { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+  const path = `/kvtier/live.json${needsHour ? "?hour=1" : ""}`;
+  const answer = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
   if (answer.status === 401) {
     // The answer to an earlier request says nothing about a key that was entered meanwhile.
     if (sessionStorage.getItem(KEY) === key) askForKey(Boolean(key));
@@ -61,7 +63,8 @@ function sayLost(error) {
   const tens = Math.floor((Date.now() - lastSeen) / 10000);
   const since = lastSeen && tens ? ` The figures are ${seconds(10 * tens)} old.` : "";
   say(`No answer: ${why}. Retrying.${since}`, "bad");
-  addToCharts(null);
+  needsHour = true;
+  addToCharts({});
 }
 
 function say(text, level) {
@@ -91,9 +94,11 @@ byId("pause").addEventListener("click", () => {
   isPaused = !isPaused;
   byId("pause").setAttribute("aria-pressed", String(isPaused));
   if (isPaused) say("Paused.", "plain");
+  needsHour = true;
 });
 
 document.addEventListener("visibilitychange", () => {
+  needsHour = true;
   if (!document.hidden) turnRound(++turn);
 });
 
@@ -115,25 +120,27 @@ function show(picture) {
     byId(id).hidden = !isShown;
   }
   if (picture.node) showNode(picture.node);
-  addToCharts(picture);
+  if (picture.hour) takeHour(picture.hour);
+  addToCharts(picture.charts);
 }
 
-function showHead({ engine, server, url, tiers }) {
+function showHead({ engine, server, url }) {
   const where = url ? url.replace(/\/metrics$/, "").replace(/^https?:\/\//, "") : location.host;
   const model = server.models.join(", ");
   byId("engine").textContent = { kvtier: "", "kvtier node": "node" }[engine] ?? `under ${engine}`;
-  const sizes = tiers.filter((each) => each.capacity_bytes !== null).map((each) => `${each.name} ${size(each.capacity_bytes)}`);
   const parts = [where, model && `model ${model}`, server.version && `kvtier ${server.version}`,
-    server.uptime_s !== null && `up ${seconds(server.uptime_s)}`, ...sizes];
+    server.uptime_s !== null && `up ${seconds(server.uptime_s)}`];
   byId("server").textContent = parts.filter(Boolean).join(" · ");
   document.title = `${model || where} – kvtier`;
 }
 
 function showTiles(picture) {
-  byId("tiles").replaceChildren(...(picture.node ? NODE_TILES : ENGINE_TILES).map(([name, pick, say]) => {
-    const value = pick(picture);
-    return made("div", {}, made("dt", {}, name), made("dd", value === null ? { class: "none" } : {}, value === null ? TOO_FEW : say(value)));
+  byId("tiles").replaceChildren(...(picture.node ? NODE_TILES : ENGINE_TILES).map(([name, pick, say, below]) => {
+    const value = pick(picture), isKnown = value !== null, more = isKnown && below && below(picture);
+    return made("div", {}, made("dt", {}, name), made("dd", isKnown ? {} : { class: "none" }, isKnown ? say(value) : TOO_FEW),
+      more ? made("dd", { class: "below" }, more) : null);
   }));
+  byId("minute").textContent = `Figures of requests ${picture.minute}${picture.minute.endsWith("request") ? `, ${seconds(10 * Math.floor(picture.quiet_s / 10))} ago` : ""}.`;
 }
 
 function engines(value) {
@@ -156,13 +163,13 @@ function showAnswers(answers) {
   while (list.children.length > answers.length) list.lastChild.remove();
 }
 
-function showPlans({ loaded, recomputed, loaded_recently, recomputed_recently, guesses }) {
+function showPlans({ loaded, recomputed, loaded_recently, recomputed_recently, guesses, minute }) {
   const some = (value) => (value === null ? "–" : count(value));
   byId("plans").textContent = loaded === null && recomputed === null
     ? "No cached block below the device was requested yet."
     : `Cached blocks below the device: ${some(loaded)} loaded, ${some(recomputed)} recomputed ` +
-    `(last minute: ${some(loaded_recently)} and ${some(recomputed_recently)}).`;
-  fill("guesses", ["last minute", "expected", "actual", "actual / expected"], guesses.map((each) => [
+    `(${minute} ${some(loaded_recently)} and ${some(recomputed_recently)}).`;
+  fill("guesses", [minute, "expected", "actual", "actual / expected"], guesses.map((each) => [
     each.what === "prefill" ? "prefill" : `load from ${each.what}`,
     seconds(each.expected_s), seconds(each.took_s), each.ratio === null ? TOO_FEW : each.ratio.toFixed(2),
   ]), "Nothing was loaded or computed yet.");
@@ -183,15 +190,29 @@ function audits(tier) {
   return count(tier.audited) + (tier.different ? `, ${count(tier.different)} different` : "");
 }
 
-function named(list, name, value) {
-  return Object.fromEntries(list.map((each) => [name(each), value(each)]));
+// What this page has seen before the server's hour stays: the server may have restarted.
+function takeHour({ ages_s: ages, charts }) {
+  needsHour = false;
+  const now = Date.now() / 1000, begin = now - (ages[0] ?? 0);
+  const at = (number) => mapped(charts, (series) => mapped(series, (line) => line[number]));
+  points = [...points.filter(({ time }) => time < begin), ...ages.map((age, number) => ({ time: now - age, charts: at(number) }))];
 }
 
-function addToCharts(picture) {
+const mapped = (values, change) => Object.fromEntries(Object.entries(values).map(([name, value]) => [name, change(value)]));
+
+function addToCharts(values) {
   if (!hasSeen) return;
-  charts ??= (picture.node ? [NODE_CHARTS[0], FLOWS, ...NODE_CHARTS.slice(1)] : ENGINE_CHARTS)
-    .map(([title, say, top, pick]) => ({ pick, chart: new Chart(byId("charts"), title, say, top) }));
-  for (const { pick, chart } of charts) chart.add(Date.now() / 1000, picture ? pick(picture) : {});
+  const now = Date.now() / 1000;
+  points = [...points.filter(({ time }) => time > now - HOUR_S), { time: now, charts: values }];
+  drawCharts();
 }
 
+function drawCharts() {
+  charts ??= (byId("node").hidden ? ENGINE_CHARTS : [NODE_CHARTS[0], FLOWS, ...NODE_CHARTS.slice(1)]).map((each) => new Chart(byId("charts"), ...each));
+  if (points.length) for (const chart of charts) chart.show(points, Number(byId("span").value));
+}
+
+byId("span").addEventListener("change", drawCharts);
+const isWide = matchMedia("(min-width: 40rem)").matches; // on a telephone all but tiers and answers is folded
+for (const each of document.querySelectorAll("details")) each.open = isWide;
 turnRound(++turn);

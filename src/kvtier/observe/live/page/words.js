@@ -45,6 +45,17 @@ export function capacity({ capacity_bytes: bytes, slots }) {
   return slots === null ? "–" : `${count(slots)} blocks`;
 }
 
+// The round number at or above a value at which an axis ends. Its half is round, too.
+export function decimal(value) {
+  const unit = 10 ** Math.floor(Math.log10(value));
+  return unit * [1, 2, 4, 10].find((each) => value / unit <= each + 1e-9);
+}
+export const binary = (value) => 2 ** Math.ceil(Math.log2(value));
+export function clock(value) {
+  const unit = value < 100 ? 1 : value < 7200 ? 60 : 3600;
+  return unit * decimal(value / unit);
+}
+
 export const rate = (bytes) => (bytes === null ? TOO_FEW : `${size(bytes)}/s`);
 
 // Makes an element with text and children. Text is never parsed as HTML.
