@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not()),
 ]
-PATIENCE_MS = 30_000
+PATIENCE_MS = 120_000
 WIDTHS = (390, 1280)
 HEIGHT = 844
 MAX_FOLDED = 1600

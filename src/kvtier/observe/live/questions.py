@@ -58,7 +58,8 @@ def _worth(picture: Picture) -> PageAnswer:
         text += "the time spent loading"
         if saved.seconds_per_s is not None and picture.window_s >= 10:
             engines = f"{saved.seconds_per_s:.2g} engines like this"
-            text += f"; {minute(picture)} as much as {engines} compute"
+            when = minute(picture) if recent is None else "in that minute"
+            text += f"; {when} as much as {engines} compute"
         text += "."
     elif saved.tokens:
         text += f" Since its start {count(saved.tokens)} prompt tokens were not recomputed."
