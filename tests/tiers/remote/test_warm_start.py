@@ -69,7 +69,10 @@ def fill(url: str, keys: Sequence[BlockKey] = KEYS, block_bytes: int = BLOCK_BYT
 
 def positions(url: str, block_bytes: int = BLOCK_BYTES) -> list[int]:
     """Return which blocks a store has now, for a process that opens it; their bytes are right."""
-    tier, memory = make_storage(url, opaque(block_bytes), 1 << 30, None), Scattered(1, [block_bytes])
+    tier, memory = (
+        make_storage(url, opaque(block_bytes), 1 << 30, None),
+        Scattered(1, [block_bytes]),
+    )
     found = []
     for at, key in enumerate(KEYS):
         if tier.find([key], TIMEOUT_S) == [THERE]:
@@ -274,7 +277,7 @@ def test_what_is_there_already_counts_and_is_not_copied_again(
     assert "there_before=10" in line
 
 
-# -- requests come first -----------------------------------------------------------------------------
+# -- requests come first ---------------------------------------------------------------------------
 
 
 @needs_valkey
@@ -311,7 +314,7 @@ def test_nothing_begins_while_a_read_is_under_way(
     assert num_before == 2, "one batch and the request, which did not wait for it"
 
 
-# -- what may not happen ------------------------------------------------------------------------------
+# -- what may not happen ---------------------------------------------------------------------------
 
 
 @needs_valkey
@@ -393,7 +396,7 @@ def test_a_store_that_is_not_there_is_one_line(near: str, replica: Make, said: S
     assert "valkey://127.0.0.1:1 does not answer" in line
 
 
-# -- settings ----------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 DIR = "dir:///var/kv?capacity=1GiB"
 
@@ -423,7 +426,7 @@ def test_the_last_store_is_copied_into_the_first_directory() -> None:
         warm_start_of([DIR, "s3://bucket"], "much")
 
 
-# -- the command -------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def run(*words: str) -> Result:

@@ -26,9 +26,7 @@ def warm(
             help='Directory of this machine: "dir:///var/kv?capacity=300GiB".',
         ),
     ],
-    max_bytes: Annotated[
-        str, typer.Option("--bytes", help='Most bytes of KV to copy: "200GiB".')
-    ],
+    max_bytes: Annotated[str, typer.Option("--bytes", help='Most bytes of KV to copy: "200GiB".')],
     codec: Annotated[
         str, typer.Option(help="Codec to store with: none, lossless, or a plug-in.")
     ] = "none",
