@@ -143,7 +143,7 @@ def test_store_that_dies_under_an_engine_costs_its_blocks_only(tmp_path: Path) -
 def test_first_requests_of_a_new_replica_find_what_a_warm_start_has_copied(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """What they find is in the directory of their machine; others find nothing there."""
+    """They find it in the directory of their machine. Other models and tenants find nothing."""
     if kind == "valkey":
         far = f"far=valkey://127.0.0.1:{request.getfixturevalue('server').port}?prefix=warm:"
     else:

@@ -1,4 +1,4 @@
-"""A warm start: which store is copied into which directory, and how much of it has room there."""
+"""Settings of a warm start, and the directory that it copies into: its turn and its room."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXAMPLE: Final = 'storage "dir:///var/kv?capacity=300GiB" and then "s3://bucket/
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """What to copy at the start: the hottest blocks of one store into the directory before it.
+    """A copy at the start: the hottest blocks of one store, into the directory in front of it.
 
     far, near: names of the tiers. far_url, near_url: their URLs, in which a password may be.
     max_bytes: most bytes of the blocks, with those that are there already.

@@ -34,7 +34,7 @@ class StorageSettings(StoreSettings):
     )
 
     def __post_init__(self) -> None:
-        if self.warm_start:
+        if self.size("warm_start"):
             raise self.wrong(
                 "warm_start: there is one store here, and it copies from one into another; run "
                 "kvtier warm beside the engine, or use the linker"
