@@ -3,8 +3,8 @@
     python -m benchmarks.stores.warm_start
     python -m benchmarks.stores.warm_start --rounds 9 --json -
 
-The store is SeaweedFS on loopback, behind a link of ``--bits-per-s``. Each round starts a replica of
-the embedded engine without and one with a warm start, with an empty directory each; the order
+The store is SeaweedFS on loopback, behind a link of ``--bits-per-s``. Each round starts a replica
+of the embedded engine without and one with a warm start, with an empty directory each; the order
 changes every round. Requests begin when the warm start has ended.
 """
 

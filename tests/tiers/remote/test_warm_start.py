@@ -230,6 +230,8 @@ def test_blocks_of_another_size_are_left_out(
     assert "blocks=4" in said()
     wait_until(lambda: positions(near) == [0, 1, 2, 3])
     assert positions(near, 2 * BLOCK_BYTES) == []
+    replica(valkey, f"{near}&readers=2", block_bytes=4 * BLOCK_BYTES)
+    wait_until(lambda: f"the store has no blocks of {4 * BLOCK_BYTES} bytes" in said())
 
 
 @needs_valkey
@@ -386,7 +388,7 @@ def test_a_store_that_goes_away_ends_it_with_one_line(
     for nth in range(1, 9):
         started.far.refuse("get", nth)
     started.far.release("get")
-    assert re.search("blocks=0 .*reason='no answer'", said())
+    assert re.search("blocks=0 .*reason=.*warm start.*no answer", said())
     assert len(started.order) <= 5
 
 

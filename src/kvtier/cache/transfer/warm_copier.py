@@ -14,7 +14,7 @@ import numpy as np
 from kvtier.cache.transfer.job import Job
 from kvtier.cache.transfer.lane import Lane
 from kvtier.cache.transfer.mover import Warmed
-from kvtier.core.errors import CacheError
+from kvtier.core.errors import TierError
 from kvtier.core.types import BlockKey, BlockName
 from kvtier.tiers import Outcome, Pieces, StorageTier
 from kvtier.tiers.remote.migration import hottest_batches, learn
@@ -103,17 +103,15 @@ class WarmCopier:
     # -- in the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        began_s = time.monotonic()
+        began_s, level = time.monotonic(), logging.INFO
         try:
             reason = self._copy_all()
-        except CacheError as error:
-            reason = str(error)
         except Exception as error:  # requests are served without it
-            reason = repr(error)
+            reason, level = str(error) or repr(error), logging.WARNING
         if self._ending.is_set():
-            reason = "the process ends"
+            reason, level = "the process ends", logging.INFO
         logger.log(
-            logging.WARNING if reason else logging.INFO,
+            level,
             "warm start ended from=%s into=%s blocks=%d bytes=%d there_before=%d seconds=%.1f%s",
             self._warm.far,
             self._warm.near,
@@ -143,9 +141,11 @@ class WarmCopier:
                 return "the directory has no room for more"
             num_failed = 0 if self._copy(new) else num_failed + 1
             if num_failed == MAX_FAILED:
-                return self._far.last_error or self._near.last_error or "no answer"
+                reason = self._far.last_error or self._near.last_error or "no answer"
+                raise TierError(warm.far, "warm start", reason)
             self._ending.wait(REST_SHARE * (time.monotonic() - began_s))
-        return ""
+        has_any = self._num_blocks or self._num_there
+        return "" if has_any else f"the store has no blocks of {size} bytes that can be read here"
 
     def _wait_for_idle(self) -> bool:
         """Wait until no request reads from the stores. Return False if the process ends."""

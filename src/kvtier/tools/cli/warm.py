@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from kvtier.tools.cli.api_keys import take_key_source
-from kvtier.tools.cli.output import AsJson, print_json, say
-from kvtier.tools.report.figures import counted
+from kvtier.tools.cli.output import AsJson
+from kvtier.tools.cli.remote import tell_migrated
 
 
 def warm(
@@ -49,7 +48,6 @@ def warm(
     Exits with 1 if some blocks could not be copied, with 2 if a store can't be used or reached.
     """
     from kvtier.core.config import CodingConfig, parse_size
-    from kvtier.observe.live.wording import size
     from kvtier.tiers.remote.migration import StoreAccess, migrate
     from kvtier.tiers.remote.warm_start import WarmDirectory
     from kvtier.tools.report.bar import counting_bar
@@ -68,20 +66,4 @@ def warm(
             )
     finally:
         directory.close()
-    if as_json:
-        print_json(asdict(found))
-    else:
-        say(f"copied: {counted(found.num_copied, 'block')}, {size(found.num_bytes)}")
-        if found.num_there:
-            say(f"there already: {counted(found.num_there, 'block')}")
-        if found.num_refused:
-            say(f"no room for: {counted(found.num_refused, 'block')}")
-        if found.num_unreadable:
-            say(
-                f"not copied: {counted(found.num_unreadable, 'block')} of another key, secret or "
-                "codec, or gone by now"
-            )
-        if found.num_damaged:
-            say(f"not copied: {counted(found.num_damaged, 'damaged block')}")
-    if found.num_damaged or found.num_unreadable:
-        raise typer.Exit(1)
+    tell_migrated(found, "copied", as_json)
