@@ -26,7 +26,7 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"host_capacity": 0}, "host_capacity: 0 is no room"),
         (
             {"zzz": 1},
-            "known: host_capacity, lookup_deadline_s, storage, storage_capacity, node",
+            "known: host_capacity, lookup_deadline_s, storage, storage_capacity, warm_start, node",
         ),
         ({"disk_path": "/nvme", "disk_capacity": 0}, "disk_capacity: 0 is no room at all"),
         ({"disk_capacity": "1GiB"}, "disk_capacity: '1GiB' needs a disk; name a folder"),
@@ -41,6 +41,10 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"storage": "cache.example"}, "storage: 'cache.example' names no plug-in; write it as"),
         ({"storage": "disk=valkey://a", **DISK}, "two tiers are called 'disk'"),
         ({"storage": "valkey://a", "storage_capacity": 0}, "storage_capacity: 0 is no room at all"),
+        (
+            {"storage": "s3://bucket", "warm_start": "1GiB"},
+            "kv_connector_extra_config: warm_start: there is no directory in front",
+        ),
         ({"lookup_deadline_s": "1"}, "lookup_deadline_s can't be '1'; write a number"),
         ({"lookup_deadline_s": True}, "lookup_deadline_s can't be True; write a number"),
         ({"grid": -1}, "grid: -1 is below 0"),

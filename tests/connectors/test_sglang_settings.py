@@ -40,6 +40,10 @@ def test_settings_are_read_and_sglangs_own_are_left_to_it() -> None:
         ({**DISK, "disk_path": 1}, "disk_path can't be 1; name a folder"),
         ({**DISK, "disk_capacity": "plenty"}, "can't read 'plenty' as a size"),
         ({**DISK, "disk_capacity": 0}, "disk_capacity: 0 is no room at all"),
+        (
+            {"storage": "s3://bucket", "warm_start": "1GiB"},
+            "warm_start: there is one store here, and it copies from one into another; run kvtier",
+        ),
         ({**DISK, "hold_s": "5"}, "hold_s can't be '5'; write a number"),
         ({**DISK, "load_policy": "never"}, "load_policy can't be 'never'; use one of auto, always"),
     ],

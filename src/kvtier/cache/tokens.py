@@ -53,6 +53,7 @@ from kvtier.observe.block_events import BlockEvents, BlockLog
 from kvtier.plan import Costs, Decision, Plan, weigh
 from kvtier.plan.decide import Wait, WaitState, is_computed_sooner
 from kvtier.tiers import ArenaOptions, DeviceTier, MemoryTier, StorageTier
+from kvtier.tiers.remote.warm_start import warm_start_of
 from kvtier.tiers.row import lossy_codec, make_tiers
 
 LONG_PROMPT = 1024
@@ -122,9 +123,10 @@ class Cache:
         self._process = OwnerProcess()
         self._closed = False
         make_policy = policy_maker(config.eviction_policy)
+        warm = None if storage else warm_start_of(config.stores, config.warm_start)
         self._tiers = make_tiers(config, device, pool, storage, arena)
         self._index = make_index({name: make_policy(name) for name in self._tiers})
-        self._mover = mover = LocalMover(self._tiers, device, clock)
+        self._mover = mover = LocalMover(self._tiers, device, clock, warm)
         self._archives = True
         self._ladder = Ladder(
             self._index,

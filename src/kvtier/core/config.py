@@ -247,6 +247,13 @@ class StoreConfig:
         "plug-in that is not shared, the bytes that it stores.",
         advice=SIZE,
     )
+    warm_start: str | int = setting(
+        0,
+        "Bytes of KV to copy in the background, at the start, from the last store into a directory "
+        'of this machine in front of it ("dir:///var/kv?capacity=300GiB"), what was used or '
+        'written last first: "200GiB"; 0 for none.',
+        advice=SIZE,
+    )
 
     @property
     def stores(self) -> list[str]:

@@ -235,6 +235,7 @@ class NodeConfig(NodeCacheConfig):
     def __post_init__(self) -> None:
         # Imported here, since help shows these settings without numpy and the native core.
         from kvtier.index.policies.replayed import POLICIES
+        from kvtier.tiers.remote.warm_start import warm_start_of
 
         object.__setattr__(self, "socket", user_path(self.socket))
         for path in self.socket, self.control_socket:
@@ -253,6 +254,7 @@ class NodeConfig(NodeCacheConfig):
         for name in ("disk_capacity", "storage_capacity"):
             parse_size(getattr(self, name), name)
         check_storage(self.stores)
+        warm_start_of(self.stores, self.warm_start)
         check_quotas(
             self.quotas,
             self.host_bytes // self.segment_bytes,

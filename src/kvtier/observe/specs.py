@@ -141,6 +141,12 @@ UNWRITTEN_BLOCKS = _counter(
 SCRUBBED_BYTES = _counter(
     "kvtier_scrubbed_bytes_total", "Bytes verified in the background.", "tier"
 )
+WARMED_BLOCKS = _counter(
+    "kvtier_warmed_blocks_total", "Blocks copied into a tier by a warm start.", "tier"
+)
+WARMED_BYTES = _counter(
+    "kvtier_warmed_bytes_total", "Bytes copied into a tier by a warm start.", "tier"
+)
 DAMAGED_BLOCKS = _counter(
     "kvtier_damaged_blocks_total",
     "Blocks read from storage whose checksum or record did not match.",

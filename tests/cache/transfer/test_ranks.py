@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvtier.cache.transfer import LocalMover, Move
+from kvtier.cache.transfer.mover import Warmed
 from kvtier.cache.transfer.ranks import (
     Done,
     Hello,
@@ -433,6 +434,14 @@ def test_what_ranks_have_scrubbed_is_told_once(rank: Rank) -> None:
     mover.hear(Report(scrubbed=rank.executor.take_scrubbed()))
     assert [each.num_bytes for each in mover.scrub()] == [2 * SIZE]
     assert mover.scrub() == []
+
+
+def test_what_warm_starts_of_ranks_have_copied_is_reported_once() -> None:
+    mover, warmed = _mover(), Warmed("near", 3, 3 * SIZE)
+    assert Report(warmed=(warmed,)), "it is sent"
+    mover.hear(Report(warmed=(warmed,)).and_also(Report(warmed=(warmed,))))
+    assert mover.warmed() == [warmed, warmed]
+    assert mover.warmed() == []
 
 
 def test_ranks_without_storage_of_their_own_are_not_waited_for() -> None:

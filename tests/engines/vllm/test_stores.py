@@ -16,6 +16,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.connectors.vllm.shared.key_scope import KeyScope
 from kvtier.core.errors import ConfigError
 from kvtier.observe.specs import VLLM_LOADED_CHUNKS
+from kvtier.tiers.remote.pruning import make_keeper
 from tests.engines.vllm.replica import PAGE_BYTES, Replica, replica
 from tests.kit.proxy import Proxy
 from tests.kit.servers import ValkeyServer
@@ -38,6 +39,28 @@ def test_replica_loads_from_s3_what_another_has_computed(s3: str) -> None:
         first.compute(1, 2, 3)
         first.settle()
         wait_until(lambda: second.load(1, 2, 3) == 3, "it is found")
+
+
+def test_ranks_find_what_a_warm_start_has_copied_though_the_store_is_gone(
+    server: ValkeyServer, valkey: str, tmp_path: Path
+) -> None:
+    """One of the two ranks copies the shards of both."""
+    near = f"dir://{tmp_path / 'near'}?poll_s=0.1&publish_s=0.05"
+    with replica(valkey) as first:
+        first.compute(1, 2, 3)
+        first.settle()
+    proxy = Proxy(server.port)
+    with replica([near, f"valkey://127.0.0.1:{proxy.port}"], warm_start="1GiB") as second:
+        keeper = make_keeper(near)
+
+        def num_copied() -> int:
+            stored = keeper.blocks(keeper.entries())
+            return sum(len(each.keys) for each in stored if each is not None)
+
+        wait_until(lambda: num_copied() == 2 * 3, "the shards are copied")
+        keeper.close()
+        proxy.close()
+        wait_until(lambda: second.load(1, 2, 3) == 3, "they are found")
 
 
 def test_ranks_of_another_number_share_nothing(valkey: str) -> None:

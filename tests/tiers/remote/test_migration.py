@@ -106,6 +106,7 @@ def test_store_gets_another_kind_codec_and_key_and_back(valkey: str, s3: str) ->
         "num_there": 0,
         "num_damaged": 0,
         "num_unreadable": 0,
+        "num_refused": 0,
     }
     assert outcomes(s3, "env:FIRST") == [THERE] * NUM
     keys = ["--from-encryption-key", "env:FIRST", "--encryption-key", "env:SECOND"]

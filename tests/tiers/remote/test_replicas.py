@@ -17,6 +17,7 @@ from kvtier.core.types import DEVICE, HOST
 from kvtier.serve.engine import Engine
 from tests.kit.proxy import Proxy
 from tests.kit.servers import ValkeyServer, has_valkey
+from tests.kit.waiting import wait_until
 from tests.serve.engine.asking import GREEDY, ask, same
 from tests.tiers.remote.replica import PROMPT, check_two_replicas, config
 
@@ -136,3 +137,35 @@ def test_store_that_dies_under_an_engine_costs_its_blocks_only(tmp_path: Path) -
         server.start()
         assert same(cold, ask(engine, PROMPT))
     server.close()
+
+
+@pytest.mark.parametrize("kind", ["valkey", "s3"])
+def test_first_requests_of_a_new_replica_find_what_a_warm_start_has_copied(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """They find it in the directory of their machine. Other models and tenants find nothing."""
+    if kind == "valkey":
+        far = f"far=valkey://127.0.0.1:{request.getfixturevalue('server').port}?prefix=warm:"
+    else:
+        far = f"far=s3:{request.getfixturevalue('bucket').location()}"
+    near = f"near=dir://{tmp_path / 'near'}?poll_s=0.1&publish_s=0.05"
+    others = [3 * number % 499 for number in range(200)]
+    with Engine(config("random-gqa", far)) as first:
+        colds = [ask(first, prompt) for prompt in (PROMPT, others)]
+    warm = {"warm_start": "1GiB"}
+    with Engine(config("random-gqa", near, far, **warm)) as second:
+        wait_until(lambda: _warmed(second) == 30, "all blocks are copied")
+        answers = [ask(second, prompt) for prompt in (PROMPT, others)]
+    assert [answer.hit_tokens for answer in answers] == [{"near": 288}, {"near": 192}]
+    assert all(same(cold, answer) for cold, answer in zip(colds, answers, strict=True))
+    with Engine(config("random-mla", near, far, **warm)) as another:
+        assert ask(another, PROMPT).num_cached_tokens == 0
+    with Engine(config("random-gqa", near, far, **warm)) as another:
+        assert ask(another, PROMPT, salt="another tenant").num_cached_tokens == 0
+
+
+def _warmed(engine: Engine) -> float:
+    """Return how many blocks the engine's warm start has copied so far."""
+    registry = engine.call(engine.cache.update_metrics).registry
+    value = registry.get_sample_value("kvtier_warmed_blocks_total", {"tier": "near"})
+    return value or 0.0

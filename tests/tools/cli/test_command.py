@@ -76,6 +76,7 @@ def impossible(folder: Path) -> dict[str, list[str]]:
         "audit": [dead, __file__],
         "inspect": [nothing],
         "verify": [nothing],
+        "warm": [f"valkey://{dead}", f"dir:{nothing}", "--bytes", "1GiB"],
         "vllm-args": ["--host-capacity", "much"],
         "sglang-args": ["--disk-path", nothing, "--disk-capacity", "much"],
         "migrate-config": [nothing],

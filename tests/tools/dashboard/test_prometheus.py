@@ -40,6 +40,8 @@ QUIET = {
     "kvtier_server_hint_actions_total",
     "kvtier_unadmitted_blocks_total",
     "kvtier_unwritten_blocks_total",
+    "kvtier_warmed_blocks_total",
+    "kvtier_warmed_bytes_total",
 }
 """Metrics that a server without failures and hints does not show."""
 OPTIONS = ("--device-capacity", "8MiB", "--host-capacity", "32MiB", "--disk-capacity", "64MiB")

@@ -24,6 +24,8 @@ from kvtier.observe.specs import (
     FAILED_BLOCKS,
     FAILED_COPIES,
     SCRUBBED_BYTES,
+    WARMED_BLOCKS,
+    WARMED_BYTES,
 )
 from kvtier.plan import Copy, CostModel, Costs, Route
 
@@ -304,7 +306,10 @@ class Transfers:
             self.finish(follower)
 
     def scrub(self) -> None:
-        """Have idle storage verify a few blocks now and then. Never waits."""
+        """Have idle storage verify a few blocks now and then, and count. Never waits."""
+        for warmed in self._mover.warmed():
+            self._metrics.count(WARMED_BLOCKS, warmed.num_blocks, tier=warmed.tier)
+            self._metrics.count(WARMED_BYTES, warmed.num_bytes, tier=warmed.tier)
         for each in self._mover.scrub():
             self._metrics.count(SCRUBBED_BYTES, each.num_bytes, tier=each.tier)
             self._metrics.count(DAMAGED_BLOCKS, each.num_damaged, tier=each.tier)

@@ -12,15 +12,17 @@ from kvtier.cache.transfer.drops import OwedDrops, Unanswered
 from kvtier.cache.transfer.engine import TransferEngine
 from kvtier.cache.transfer.job import Job
 from kvtier.cache.transfer.lane import Lane
-from kvtier.cache.transfer.mover import FindJob, Move, Mover, Scrubbed
+from kvtier.cache.transfer.mover import FindJob, Move, Mover, Scrubbed, Warmed
 from kvtier.cache.transfer.ring import Ring
 from kvtier.cache.transfer.staging import stage, stage_steps
+from kvtier.cache.transfer.warm_copier import WarmCopier
 from kvtier.core.errors import TierError
 from kvtier.core.types import BlockKey, BlockName, Slot, keys_of
 from kvtier.devices import Device, Direction, Fence
 from kvtier.plan import Route
 from kvtier.tiers import MemoryTier, Outcome, Pieces, StorageFacts, StorageTier
 from kvtier.tiers.breaker import Breaker, BreakerState
+from kvtier.tiers.remote.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class LocalMover(Mover):
     loads.
     device: None if no tier is device memory and nothing is copied between memories.
     clock: seconds, for scrubs and breakers.
+    warm: what to copy from one storage tier into another in the background, from now on.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class LocalMover(Mover):
         tiers: Mapping[str, MemoryTier | StorageTier],
         device: Device | None,
         clock: Callable[[], float] = time.monotonic,
+        warm: WarmStart | None = None,
     ) -> None:
         self._memories = {k: tier for k, tier in tiers.items() if isinstance(tier, MemoryTier)}
         self._storages = {k: tier for k, tier in tiers.items() if isinstance(tier, StorageTier)}
@@ -78,6 +82,7 @@ class LocalMover(Mover):
         self._next_scrub_s = -inf
         self._is_closed = False
         self._ring = self._make_ring()
+        self._warm = None if warm is None else WarmCopier(warm, self._storages, self._gates)
 
     def _make_ring(self) -> Ring | None:
         """Make a ring of host slots if storage below the first tier cannot write from it."""
@@ -310,15 +315,22 @@ class LocalMover(Mover):
                 work = partial(_scrub, storage)
                 self._scrubs[name] = read.lane.submit(work, SCRUB_BYTES, urgent=False)
 
+    def warmed(self) -> Sequence[Warmed]:
+        return [] if self._warm is None else self._warm.take()
+
     # -- end ---------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> set[str]:
         self._is_closed = True
+        if self._warm is not None:
+            self._warm.close()
         is_over = self._engine is None or self._engine.close(timeout_s)
         hanging = set() if is_over else set(self._memories)
         for (name, _), gate in self._gates.items():
             if not gate.lane.close(timeout_s):
                 hanging.add(name)
+        if self._warm is not None:
+            self._warm.join()
         for name, drops in self._drops.items():
             if len(drops):
                 logger.warning(

@@ -59,6 +59,15 @@ class Scrubbed:
     num_damaged: int
 
 
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """Blocks that a warm start has copied into a storage tier."""
+
+    tier: str
+    num_blocks: int
+    num_bytes: int
+
+
 class Mover(ABC):
     """Carries moves out, in this process or elsewhere. Called from one thread.
 
@@ -134,6 +143,10 @@ class Mover(ABC):
     def scrub(self) -> list[Scrubbed]:
         """Let idle storage verify some blocks. Return the results since the last call."""
         return []
+
+    def warmed(self) -> Sequence[Warmed]:
+        """Return what a warm start has copied since the last call."""
+        return ()
 
     @abstractmethod
     def close(self, timeout_s: float) -> set[str]:

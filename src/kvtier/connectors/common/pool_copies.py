@@ -26,6 +26,7 @@ from kvtier.index import make_key_index
 from kvtier.index.policies.replayed import LRU
 from kvtier.observe import Metrics
 from kvtier.tiers import HostTier, MemoryTier, StorageTier
+from kvtier.tiers.remote.warm_start import WarmStart
 
 PIECE_BYTES = 16 << 20
 """Bytes per read from storage, and per write to it."""
@@ -72,6 +73,7 @@ def open_cache(
     policy: str = LRU,
     metrics: Metrics | None = None,
     tells_changes: bool = False,
+    warm: WarmStart | None = None,
 ) -> LocalBlockCache:
     """Return a cache of a device pool's pages, which closes its tiers. A block is a page.
 
@@ -83,11 +85,12 @@ def open_cache(
         policy: eviction policy of all tiers; all but LRU need ``on_request`` to be called.
         metrics: by default, metrics that are counted but not exposed.
         tells_changes: whether ``take_changes`` is called.
+        warm: see ``LocalMover``.
     """
     tiers: dict[str, MemoryTier | StorageTier] = {host.name: host}
     tiers |= {storage.name: storage for storage in storages}
     bytes_per_block = host.layout.group.bytes_per_block
-    mover = LocalMover(tiers, None)
+    mover = LocalMover(tiers, None, warm=warm)
     mover.start()
     index = make_key_index(dict.fromkeys(tiers, policy), digest)
     return LocalBlockCache(

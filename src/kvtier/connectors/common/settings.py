@@ -33,6 +33,7 @@ from kvtier.core.types import ClientHints, LoadPolicy
 from kvtier.index.policies.replayed import POLICIES
 from kvtier.observe.recording import LEAST_BYTES
 from kvtier.tiers.disk import DiskOptions
+from kvtier.tiers.remote.warm_start import warm_start_of
 from kvtier.tiers.row import check_stores, refuse_lossy, storage_names
 
 KINDS: Mapping[str, tuple[type, ...]] = {
@@ -199,6 +200,7 @@ class StoreSettings(
             storage_names(self.locations, bool(self.disk_path))
             check_stores(self.locations)
             refuse_lossy(self.coding, self.stores)
+            warm_start_of(self.stores, self.warm_start)
         except ConfigError as error:
             raise self.wrong(str(error)) from None
         if self.locations and not self.store_bytes:

@@ -33,10 +33,12 @@ from kvtier.node.server.memory import NodeMemory, SegmentTier
 from kvtier.node.server.partition_key import PartitionKey
 from kvtier.node.server.pins import Pins
 from kvtier.node.server.reservations import Reservations
+from kvtier.node.server.stores import partition_location
 from kvtier.node.server.users import SlotUser
 from kvtier.node.wire.protocol import Turns, pack
 from kvtier.observe import Metrics
 from kvtier.tiers import MemoryTier, StorageTier
+from kvtier.tiers.remote.warm_start import warm_start_of
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,8 @@ class Partition:
         self._storages = storages
         self._take_segment = take_segment
         tiers: dict[str, MemoryTier | StorageTier] = {HOST: self.tier, **storages}
-        self._mover = LocalMover(tiers, None, clock)
+        stores = [partition_location(store, key.name) for store in config.stores]
+        self._mover = LocalMover(tiers, None, clock, warm_start_of(stores, config.warm_start))
         self._mover.start()
         self.clock = clock
         namespace = key.namespace

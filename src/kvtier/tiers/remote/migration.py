@@ -24,7 +24,7 @@ from kvtier.layout import opaque
 from kvtier.tiers.codecs.codec import Uint8s
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.bucket.opening import PACK_STORES, SERVICES, endpoint_of
-from kvtier.tiers.remote.keeper import StoreKeeper
+from kvtier.tiers.remote.keeper import EntryBlocks, StoreKeeper
 from kvtier.tiers.remote.location import read_location, read_options
 from kvtier.tiers.remote.pruning import SCHEMES, make_keeper
 from kvtier.tiers.remote.valkey.connection_pool import PORT, ValkeyOptions
@@ -39,6 +39,9 @@ NUM_AT_ONCE: Final = 2
 CALL_S: Final = 60.0
 NUM_TRIES: Final = 2
 LISTED_AT_ONCE: Final = 1000
+HEADERS_AT_ONCE: Final = 256
+"""Entries whose headers are read at a time."""
+ALL_BYTES: Final = 1 << 63
 MARK_BYTES: Final = 4096
 """Size of the block by which a store is recognised under another URL."""
 NAMESPACE: Final = b""
@@ -55,6 +58,7 @@ class Migrated:
     num_there: blocks that were in the target before.
     num_damaged: damaged in the source, or changed on the way.
     num_unreadable: of another key, secret or codec, or removed meanwhile.
+    num_refused: blocks for which the target has no room.
     """
 
     num_copied: int = 0
@@ -62,10 +66,12 @@ class Migrated:
     num_there: int = 0
     num_damaged: int = 0
     num_unreadable: int = 0
+    num_refused: int = 0
 
     @property
     def num_blocks(self) -> int:
-        return self.num_copied + self.num_there + self.num_damaged + self.num_unreadable
+        not_copied = self.num_damaged + self.num_unreadable + self.num_refused
+        return self.num_copied + self.num_there + not_copied
 
     def add(self, other: Migrated) -> None:
         for field in fields(self):
@@ -91,10 +97,23 @@ class StoreAccess:
         return make_storage(location, opaque(block_bytes), capacity_bytes, None, self.coding)
 
 
-def migrate(source: StoreAccess, target: StoreAccess, note: Note, is_real: bool = True) -> Migrated:
-    """Copy all blocks of the store ``source`` into the store ``target``.
+def migrate(
+    source: StoreAccess,
+    target: StoreAccess,
+    note: Note,
+    is_real: bool = True,
+    max_bytes: int = ALL_BYTES,
+    takes: Callable[[int], bool] = lambda num_bytes: True,
+) -> Migrated:
+    """Copy the blocks of the store ``source`` into the store ``target``.
 
-    is_real: False to find out which blocks are in the target already; the others count as copied.
+    Args:
+        source, target: the stores.
+        note: called as blocks are done.
+        is_real: False to find out which blocks are in the target already; the others count as
+            copied.
+        max_bytes: most bytes of blocks, decoded. The last used or written ones are copied.
+        takes: return whether the target has room for so many bytes more. Any thread calls it.
 
     Raises ``ConfigError`` for stores that can't be used, and ``CacheError`` if one stops answering.
     """
@@ -104,13 +123,17 @@ def migrate(source: StoreAccess, target: StoreAccess, note: Note, is_real: bool 
         keeper.test()
         where = keeper.where
         can_be_same = split_storage(target.url)[1] in (*SCHEMES, *PACK_STORES)
-        batches = _with_mark(keeper, target) if is_real and can_be_same else _batches(keeper)
+        batches = (
+            _with_mark(keeper, target, max_bytes)
+            if is_real and can_be_same
+            else _batches(keeper, max_bytes)
+        )
     finally:
         keeper.close()
     done, num_all = Migrated(), sum(len(keys) for some in batches.values() for keys in some)
     note(0, num_all)
     for block_bytes, some in sorted(batches.items()):
-        copier = Copier(source, target, block_bytes, sum(map(len, some)), is_real)
+        copier = Copier(source, target, block_bytes, sum(map(len, some)), is_real, takes)
         try:
             for part in copier.run(some):
                 done.add(part)
@@ -132,7 +155,7 @@ def check_places(source: str, target: str) -> None:
         raise ConfigError(
             "TO is no store; give a URL that begins with " + "://, ".join(sorted(STORES)) + "://"
         )
-    if _place(source) == _place(target):
+    if place_of(source) == place_of(target):
         raise _same_place(str(read_location(scheme, rest)))
 
 
@@ -143,7 +166,7 @@ def _same_place(where: str) -> ConfigError:
     )
 
 
-def _place(url: str) -> tuple[object, ...]:
+def place_of(url: str) -> tuple[object, ...]:
     """Return the place of a store's blocks, with defaults filled in."""
     _, scheme, rest = split_storage(url)
     location = read_location(SCHEMES.get(scheme, scheme), rest)
@@ -155,7 +178,9 @@ def _place(url: str) -> tuple[object, ...]:
     return scheme, location.host, location.port, location.path, endpoint.rstrip("/")
 
 
-def _with_mark(keeper: StoreKeeper, target: StoreAccess) -> dict[int, list[list[BlockKey]]]:
+def _with_mark(
+    keeper: StoreKeeper, target: StoreAccess, max_bytes: int
+) -> dict[int, list[list[BlockKey]]]:
     """Return the keys of the source's blocks; see ``_batches``.
 
     A block of a random name is in the target meanwhile. If the source has it, too, the two are one
@@ -170,7 +195,7 @@ def _with_mark(keeper: StoreKeeper, target: StoreAccess) -> dict[int, list[list[
     finally:
         tier.close()
     try:
-        batches = _batches(keeper)
+        batches = _batches(keeper, max_bytes)
     finally:
         _remove(mark, target.url)
     if any(mark in keys for some in batches.values() for keys in some):
@@ -193,26 +218,52 @@ def _remove(mark: BlockKey, target: str) -> None:
         keeper.close()
 
 
-def _batches(keeper: StoreKeeper) -> dict[int, list[list[BlockKey]]]:
-    """Return the keys of all blocks by the size of a block, in batches; each key once.
-
-    The blocks of a pack are a batch, so that they become one again.
-    """
+def _batches(keeper: StoreKeeper, max_bytes: int) -> dict[int, list[list[BlockKey]]]:
+    """Return the keys of the hottest blocks by the size of a block; see ``hottest_batches``."""
     found: dict[int, list[list[BlockKey]]] = defaultdict(list)
-    seen: set[BlockKey] = set()
-    entries = keeper.entries()
-    for start in range(0, len(entries), LISTED_AT_ONCE):
-        for stored in keeper.blocks(entries[start : start + LISTED_AT_ONCE]):
-            if stored is None:
-                continue
-            keys = [key for key in stored.keys if key not in seen]
-            seen.update(keys)
-            batches, most = found[stored.block_bytes], max(1, BATCH_BYTES // stored.block_bytes)
-            if len(stored.keys) == 1 and batches and len(batches[-1]) < most:
-                batches[-1] += keys
-            elif keys:
-                batches.append(keys)
+    for batch in hottest_batches(keeper, max_bytes):
+        found[batch.block_bytes].append(batch.keys)
     return found
+
+
+def hottest_batches(
+    keeper: StoreKeeper, max_bytes: int, only_bytes: int = 0
+) -> Iterator[EntryBlocks]:
+    """Yield the blocks of a store in batches of one size: the last used or written first.
+
+    The blocks of a pack are a batch, so that they become one again. Each key is yielded once.
+
+    Args:
+        keeper: the store. It is listed at the first batch; headers are read as batches are taken.
+        max_bytes: most bytes of all batches, decoded.
+        only_bytes: size of the wanted blocks; 0 for all sizes.
+    """
+    seen: set[BlockKey] = set()
+    singles: dict[int, list[BlockKey]] = defaultdict(list)
+    for stored in _by_age(keeper):
+        size = stored.block_bytes
+        if only_bytes not in (0, size):
+            continue
+        if max_bytes < size:
+            break
+        keys = [key for key in stored.keys if key not in seen][: max_bytes // size]
+        seen.update(keys)
+        max_bytes -= len(keys) * size
+        if len(stored.keys) > 1 and keys:
+            yield EntryBlocks(size, keys)
+            continue
+        singles[size] += keys
+        if len(singles[size]) >= max(1, BATCH_BYTES // size):
+            yield EntryBlocks(size, singles.pop(size))
+    yield from (EntryBlocks(size, keys) for size, keys in singles.items() if keys)
+
+
+def _by_age(keeper: StoreKeeper) -> Iterator[EntryBlocks]:
+    """Yield the blocks of each entry that kvtier has written, the youngest first."""
+    entries = sorted(keeper.entries(), key=lambda entry: entry.age_s)
+    for start in range(0, len(entries), HEADERS_AT_ONCE):
+        found = keeper.blocks(entries[start : start + HEADERS_AT_ONCE])
+        yield from (stored for stored in found if stored is not None)
 
 
 class Copier:
@@ -225,9 +276,11 @@ class Copier:
         block_bytes: int,
         num_blocks: int,
         is_real: bool,
+        takes: Callable[[int], bool],
     ) -> None:
         self._block_bytes = block_bytes
         self._is_real = is_real
+        self._takes = takes
         capacity = num_blocks * block_bytes
         self._source = source.open("from", block_bytes, capacity)
         try:
@@ -236,7 +289,7 @@ class Copier:
             self._source.close()
             raise
         for tier in (self._source, self._target):
-            _learn(tier)
+            learn(tier)
 
     def run(self, batches: Sequence[list[BlockKey]]) -> Iterator[Migrated]:
         """Copy all batches, and yield what became of each."""
@@ -249,6 +302,8 @@ class Copier:
         found = _tried(target, lambda some, _, limit_s: target.find(some, limit_s), keys, read)
         new = [key for key, outcome in zip(keys, found, strict=True) if outcome is not THERE]
         done = Migrated(num_there=len(keys) - len(new))
+        if new and not self._takes(len(new) * self._block_bytes):
+            return replace(done, num_refused=len(new))
         if not self._is_real:
             return replace(done, num_copied=len(new), num_bytes=len(new) * self._block_bytes)
         outcomes = _tried(source, source.get, new, read)
@@ -299,7 +354,7 @@ def _tried(tier: StorageTier, call: Call, keys: Sequence[BlockKey], rows: Uint8s
     return outcomes
 
 
-def _learn(tier: StorageTier) -> None:
+def learn(tier: StorageTier) -> None:
     """Have a tier that keeps a list of blocks read all of it."""
     while isinstance(tier, StorageWrapper):
         tier = tier.inner

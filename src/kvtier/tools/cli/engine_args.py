@@ -56,6 +56,7 @@ SETTINGS: Final = (
     "disk_capacity",
     "storage",
     "storage_capacity",
+    "warm_start",
     "storage_shards",
     "codec",
     "encryption_key",

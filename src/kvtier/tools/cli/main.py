@@ -26,6 +26,7 @@ from kvtier.tools.cli.replay import replay
 from kvtier.tools.cli.serve import serve
 from kvtier.tools.cli.top import top
 from kvtier.tools.cli.verify import verify
+from kvtier.tools.cli.warm import warm
 from kvtier.tools.cli.watch import watch
 
 app = CommandLine(
@@ -47,6 +48,7 @@ app.command()(audit)
 app.command()(dashboard)
 app.command()(inspect)
 app.command()(verify)
+app.command()(warm)
 app.command("vllm-args")(vllm_args)
 app.command("sglang-args")(sglang_args)
 app.command("migrate-config")(migrate_config)

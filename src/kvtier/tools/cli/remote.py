@@ -20,6 +20,7 @@ from kvtier.tools.report.figures import counted
 
 if TYPE_CHECKING:
     from kvtier.tiers.remote.keeper import StoreKeeper
+    from kvtier.tiers.remote.migration import Migrated
     from kvtier.tiers.remote.pruning import Contents, Pruned
 
 app = CommandLine()
@@ -163,13 +164,19 @@ def migrate(
         )
         to = StoreAccess(target, CodingConfig(codec, take_key_source(encryption_key)))
         found = migrate_store(of_source, to, note, is_real=not dry_run)
+    tell_migrated(found, "would be copied" if dry_run else "copied", as_json, dry_run=dry_run)
+
+
+def tell_migrated(found: Migrated, verb: str, as_json: bool, **more: object) -> None:
+    """Print what was copied. Exits with 1 if some blocks could not be copied."""
     if as_json:
-        print_json({"dry_run": dry_run, **asdict(found)})
+        print_json({**more, **asdict(found)})
     else:
-        verb = "would be copied" if dry_run else "copied"
         say(f"{verb}: {counted(found.num_copied, 'block')}, {size(found.num_bytes)}")
         if found.num_there:
             say(f"there already: {counted(found.num_there, 'block')}")
+        if found.num_refused:
+            say(f"no room for: {counted(found.num_refused, 'block')}")
         if found.num_unreadable:
             say(
                 f"not copied: {counted(found.num_unreadable, 'block')} of another key, secret or "

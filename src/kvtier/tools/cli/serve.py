@@ -37,6 +37,7 @@ class LogLevel(StrEnum):
         "disk_bytes_per_s",
         "storage",
         "storage_capacity",
+        "warm_start",
         "node",
         "node_tenant",
         "engine_name",

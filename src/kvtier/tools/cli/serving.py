@@ -23,6 +23,7 @@ from kvtier.serve.engine import EngineConfig
 from kvtier.serve.engine.model_names import find_local
 from kvtier.serve.server.config import ServerConfig
 from kvtier.serve.server.listener import bind, is_loopback
+from kvtier.tiers.remote.warm_start import warm_start_of
 from kvtier.tiers.row import check_tiers
 from kvtier.tools.cli.api_keys import KEY_VARIABLE
 
@@ -72,6 +73,7 @@ def _check(config: EngineConfig, server_config: ServerConfig) -> None:
     find_local(config.model, config.revision)
     policy_maker(config.cache.eviction_policy)
     check_tiers(config.cache, parse_size(config.device_capacity, "device_capacity"))
+    warm_start_of(config.cache.stores, config.cache.warm_start)
     if config.events:
         Publisher(BlockLog(), config.events, config.events_replay).close()
     if server_config.record:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvtier.cache.transfer.job import Job
 from kvtier.cache.transfer.local import TIMEOUT_S, Blocks, LocalMover
-from kvtier.cache.transfer.mover import FindJob, Move, Scrubbed
+from kvtier.cache.transfer.mover import FindJob, Move, Scrubbed, Warmed
 from kvtier.cache.transfer.ranks.digests import keys_in
 from kvtier.cache.transfer.ranks.messages import (
     Done,
@@ -190,6 +190,10 @@ class RankExecutor:
     def take_scrubbed(self) -> tuple[Scrubbed, ...]:
         """Return what idle storage has verified since the last call."""
         return tuple(self._mover.scrub())
+
+    def take_warmed(self) -> tuple[Warmed, ...]:
+        """Return what a warm start has copied since the last call."""
+        return tuple(self._mover.warmed())
 
     def take_breakers(self) -> dict[tuple[int, str], BreakerState]:
         """Return the breaker states that changed since the last call."""

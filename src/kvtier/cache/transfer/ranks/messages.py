@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cache.transfer.mover import Scrubbed
+from kvtier.cache.transfer.mover import Scrubbed, Warmed
 from kvtier.core.types import BlockName, Slot
 from kvtier.tiers.breaker import BreakerState
 
@@ -191,6 +191,7 @@ class Report:
     breakers: breaker states that changed, by rank and storage tier.
     has_new_weights: whether a rank has noticed that the weights of its model were replaced.
     compared: recomputed blocks, by key; of each rank before its store is reported as ended.
+    warmed: what warm starts have copied.
     """
 
     done: Mapping[int, Done] = field(default_factory=dict)
@@ -202,10 +203,11 @@ class Report:
     breakers: Mapping[tuple[int, str], BreakerState] = field(default_factory=dict)
     has_new_weights: bool = False
     compared: Mapping[bytes, Compared] = field(default_factory=dict)
+    warmed: tuple[Warmed, ...] = ()
 
     def __bool__(self) -> bool:
         reported = (self.done, self.hellos, self.failed, self.scrubbed, self.steps, self.pieces)
-        return any((*reported, self.breakers, self.has_new_weights, self.compared))
+        return any((*reported, self.breakers, self.has_new_weights, self.compared, self.warmed))
 
     def and_also(self, other: Report) -> Report:
         """Combine the reports of several ranks."""
@@ -219,4 +221,5 @@ class Report:
             {**self.breakers, **other.breakers},
             self.has_new_weights or other.has_new_weights,
             joined(self.compared, other.compared),
+            self.warmed + other.warmed,
         )

@@ -11,7 +11,7 @@ from math import inf
 
 from kvtier.cache.transfer.job import Job
 from kvtier.cache.transfer.local import FAILURES_UNTIL_OPEN, TIMEOUT_S
-from kvtier.cache.transfer.mover import FindJob, Move, Mover, Scrubbed
+from kvtier.cache.transfer.mover import FindJob, Move, Mover, Scrubbed, Warmed
 from kvtier.cache.transfer.ranks.adoption import Adoption
 from kvtier.cache.transfer.ranks.messages import (
     Done,
@@ -105,6 +105,7 @@ class RankMover(Mover):
         self._ids: dict[Job, int] = {}
         self._num_orders = 0
         self._scrubbed: list[Scrubbed] = []
+        self._warmed: list[Warmed] = []
         self._told_breakers: dict[tuple[int, str], BreakerState] = {}
         self._adoptions = {
             name: Adoption(num_storage_ranks, partial(self._order, tier=name))
@@ -230,6 +231,10 @@ class RankMover(Mover):
         scrubbed, self._scrubbed = self._scrubbed, []
         return scrubbed
 
+    def warmed(self) -> list[Warmed]:
+        warmed, self._warmed = self._warmed, []
+        return warmed
+
     def close(self, timeout_s: float) -> set[str]:
         """Do nothing: the ranks close their tiers."""
         return set()
@@ -329,6 +334,7 @@ class RankMover(Mover):
         for piece in report.pieces:
             self._adoptions[piece.tier].hear(piece)
         self._scrubbed += report.scrubbed
+        self._warmed += report.warmed
         self._told_breakers.update(report.breakers)
         for order_id, done in report.done.items():
             self._note(order_id, done)

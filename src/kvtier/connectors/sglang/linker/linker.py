@@ -61,6 +61,7 @@ from kvtier.connectors.sglang.shared.unsupported import refuse
 from kvtier.devices import find_device
 from kvtier.layout import opaque
 from kvtier.tiers import HostTier, StorageTier
+from kvtier.tiers.remote.warm_start import warm_start_of
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +211,7 @@ class KvtierLinker(UnifiedCacheLinker):
                 policy,
                 pool_metrics(config, pool.name),
                 tells_changes=publishes and pool.name == KV,
+                warm=warm_start_of(settings.stores, settings.warm_start),
             )
             paged = pool.paged(group.bytes_per_block)
             copies = PoolCopies(cache, paged, pool.ends, host, self._engine)

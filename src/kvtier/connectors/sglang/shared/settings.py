@@ -34,6 +34,11 @@ class StorageSettings(StoreSettings):
     )
 
     def __post_init__(self) -> None:
+        if self.size("warm_start"):
+            raise self.wrong(
+                "warm_start: there is one store here, and it copies from one into another; run "
+                "kvtier warm beside the engine, or use the linker"
+            )
         StoreSettings.__post_init__(self)
         if not self.disk_path and not self.locations:
             raise self.wrong(

@@ -33,6 +33,7 @@ from kvtier.node.client.channel import NodeClient
 from kvtier.observe.logs import log_in_engine
 from kvtier.tiers import StorageFacts
 from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.remote.warm_start import warm_start_of
 from kvtier.tiers.row import storage_names
 from kvtier.tiers.wrappers import Shards
 
@@ -185,6 +186,7 @@ class Sizes:
         assert facts.any_size == (shards is not None), "shards are needed to store blocks in them"
         if shards is None and facts.num_shards > 1:
             shards = Shards.whole(f"{facts.rank}/{facts.num_shards}", self.slot_bytes)
+        stores = settings.stores if facts.rank < facts.num_shards else []
         limits = RankLimits(
             self.slot_bytes,
             self.num_slots,
@@ -192,12 +194,13 @@ class Sizes:
             settings.bytes_per_s // facts.num_shards,
             # The ranks share host memory where one of them stores for all.
             SHARED_MEMORY / f"kvtier-{facts.engine_id}" if facts.is_replicated else None,
-            settings.stores if facts.rank < facts.num_shards else (),
+            stores,
             self.num_store_slots * self.slot_bytes,
             facts.num_shards,
             self._node(),
             shards,
             settings.coding,
+            warm_start_of(stores, settings.warm_start) if stores else None,
         )
         with off_compute_cores():
             return kind(pages, find_device(device), limits, facts.pages_per_block, facts.rank)

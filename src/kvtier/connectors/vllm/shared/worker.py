@@ -42,6 +42,7 @@ from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.memory.arena import ArenaOptions
 from kvtier.tiers.memory.slots import check_slots
+from kvtier.tiers.remote.warm_start import WarmStart
 from kvtier.tiers.row import make_storage
 from kvtier.tiers.wrappers import Shards, ShardTier, ThrottledTier
 
@@ -70,6 +71,7 @@ class RankLimits:
     block is cut, each of which is another rank's. node: has the memory, if it is not this rank's.
     shards: that this rank has of a block in stores; None if it has the whole block.
     coding: codec and keys of blocks in stores.
+    warm: see ``LocalMover``.
     """
 
     slot_bytes: int
@@ -83,6 +85,7 @@ class RankLimits:
     node: NodeClient | None = None
     shards: Shards | None = None
     coding: CodingConfig = DEFAULT_CODING
+    warm: WarmStart | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ class TierWorker:
             raise
         if self._storages:
             storages = {storage.name: storage for storage in self._storages}
-            mover = LocalMover({host.name: host, **storages}, None)
+            mover = LocalMover({host.name: host, **storages}, None, warm=limits.warm)
             mover.start()
             kept = {name: storages[name].kept_keys() for name in (DISK,) if name in storages}
             self._executor = RankExecutor(host, mover, kept, self._rank, limits.num_shards)
@@ -253,6 +256,7 @@ class TierWorker:
             report,
             done=self._executor.take_done(),
             scrubbed=self._executor.take_scrubbed(),
+            warmed=self._executor.take_warmed(),
             pieces=self._executor.take_pieces(),
             breakers=self._executor.take_breakers(),
         )

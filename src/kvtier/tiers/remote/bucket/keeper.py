@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from threading import TIMEOUT_MAX
 from typing import Any, Final, TypeVar
 
 from kvtier.core.errors import CacheError, ConfigError
@@ -16,7 +17,7 @@ from kvtier.tiers.remote.bucket.packs import MAX_BLOCKS, PackShape, contents_of,
 from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound, Unwritable
 from kvtier.tiers.remote.keeper import Entry, EntryBlocks, StoreKeeper
 from kvtier.tiers.remote.location import Location
-from kvtier.tiers.remote.requests import settle_at_exit
+from kvtier.tiers.remote.requests import RequestLoop
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -25,6 +26,7 @@ HEADER_BYTES: Final = PackShape(1, 0).header_bytes(MAX_BLOCKS)
 """Size of the longest pack header."""
 AT_ONCE: Final = 16
 """Concurrent requests."""
+CLOSE_S: Final = 3.0
 
 
 class BucketKeeper(StoreKeeper):
@@ -38,8 +40,8 @@ class BucketKeeper(StoreKeeper):
     age = "written {} ago"
 
     def __init__(self, location: Location, options: PackOptions) -> None:
-        settle_at_exit()
         self.where = str(location)
+        self._loop: RequestLoop | None = None
         self._objects = make_objects(location, options)
         # Listed before the packs, so that all packs of these manifests are in the later list.
         self._manifests: list[Listed] = []
@@ -117,14 +119,18 @@ class BucketKeeper(StoreKeeper):
 
     def _asked(self, request: Coroutine[Any, Any, Result]) -> Result:
         try:
-            return asyncio.run(request)
+            if self._loop is None:
+                self._loop = RequestLoop(f"kvtier {self.where}", AT_ONCE)
+            return self._loop.run(lambda: request, TIMEOUT_MAX)
         except (Refused, Unsound) as error:
             raise ConfigError(f"{self.where}: {self._objects.explain(error)}") from None
-        except (Missing, Taken, Unreachable, Unwritable) as error:
+        except (Missing, Taken, Unreachable, Unwritable, TimeoutError) as error:
             raise CacheError(f"{self.where} does not answer: {error}") from None
 
     def close(self) -> None:
-        """Do nothing: no connection is kept."""
+        """Cancel the request of another thread, if there is one."""
+        if self._loop is not None:
+            self._loop.close(CLOSE_S)
 
 
 async def _each(ask: Callable[[Item], Awaitable[Result]], items: Sequence[Item]) -> list[Result]:

@@ -1,0 +1,69 @@
+"""``kvtier warm``: copy the hottest blocks of a store into a directory of this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvtier.tools.cli.api_keys import take_key_source
+from kvtier.tools.cli.output import AsJson
+from kvtier.tools.cli.remote import tell_migrated
+
+
+def warm(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FROM", help='URL of the store that replicas share: "s3://bucket/kv".'
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TO",
+            help='Directory of this machine: "dir:///var/kv?capacity=300GiB".',
+        ),
+    ],
+    max_bytes: Annotated[str, typer.Option("--bytes", help='Most bytes of KV to copy: "200GiB".')],
+    codec: Annotated[
+        str, typer.Option(help="Codec to store with: none, lossless, or a plug-in.")
+    ] = "none",
+    encryption_key: Annotated[
+        str,
+        typer.Option(
+            help='Keys of both stores: "file:/path", "env:NAME" or "command:program arguments"; '
+            "none for no encryption.",
+            show_default="KVTIER_ENCRYPTION_KEY in the environment, if set",
+        ),
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Copy what is hottest in a store into a directory of this machine, for replicas that start.
+
+    Blocks that were used last come first; where a store does not know uses, those that were written
+    last. Replicas may run meanwhile. A directory with a capacity is filled, and nothing in it is
+    deleted for it.
+
+    Exits with 1 if some blocks could not be copied, with 2 if a store can't be used or reached.
+    """
+    from kvtier.core.config import CodingConfig, parse_size
+    from kvtier.tiers.remote.migration import StoreAccess, migrate
+    from kvtier.tiers.remote.warm_start import WarmDirectory
+    from kvtier.tools.report.bar import counting_bar
+
+    num_bytes = parse_size(max_bytes, "bytes")
+    key = take_key_source(encryption_key)
+    directory = WarmDirectory(target)
+    try:
+        with counting_bar("copying") as note:
+            found = migrate(
+                StoreAccess(source, CodingConfig(encryption_key=key)),
+                StoreAccess(target, CodingConfig(codec, key)),
+                note,
+                max_bytes=num_bytes,
+                takes=directory.reserve,
+            )
+    finally:
+        directory.close()
+    tell_migrated(found, "copied", as_json)
