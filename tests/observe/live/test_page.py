@@ -129,11 +129,15 @@ def test_nothing_is_wider_than_the_window(
         assert HEIGHT < folded <= MAX_FOLDED
         assert bottom(page, "#ladder") <= HEIGHT, "the first screen shows how full the tiers are"
         assert not page.locator("#tiers").is_visible()
-        for each in page.locator("summary").all():
-            if each.is_visible():
-                each.click()
+        unfold(page)
     wait_for(page, "damaged blocks" if width > 640 else "disk", "#tiers")
     check_width(page, width)
+
+
+def unfold(page: Any) -> None:
+    for each in page.locator("summary").all():
+        if each.is_visible():
+            each.click()
 
 
 def check_width(page: Any, width: int) -> None:
@@ -324,9 +328,8 @@ def test_a_nodes_page_shows_its_engines_and_tenants(
         other.store(4)
         page = open_page(node.said.split(", and ")[1].split("/metrics")[0], width)
         wait_for(page, "2 engines attached", "#answers")
-        for each in page.locator("details:not([open]) > summary").all():
-            if each.is_visible():
-                each.click()
+        if width < 640:
+            unfold(page)
         wait_for(page, "replica-0", "#engines")
         wait_for(page, re.compile("floor 2 MiB *ceiling 4 MiB"), "#memory")
         wait_for(page, "2 MiB in blocks of 64 KiB", "#memory")
