@@ -1,6 +1,6 @@
 """Small models of random weights with the shapes of models whose layers keep unlike KV.
 
-    python -m tests.engines.vllm.shapes FOLDER    save all of them, each in a folder of its name
+``python -m tests.engines.vllm.shapes FOLDER`` saves all of them, each in a folder of its name.
 """
 
 from __future__ import annotations
