@@ -110,7 +110,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     }
     chosen = [names[contestant] for contestant in options.contestants]
     return [
-        each
+        replace(each, shape=options.shape)
         if each.is_optional
         else replace(each, environment=options.environment, shape=options.shape)
         for each in made

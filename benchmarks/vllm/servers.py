@@ -38,7 +38,8 @@ SHAPES: dict[str, dict[str, object]] = {
         "--mamba-ssm-cache-dtype": "float32",
         "--max-num-batched-tokens": BLOCK,
     },
-    GPT_OSS: {"--dtype": "float32"},
+    # For models of this type vLLM's chats need a tokenizer that it downloads.
+    GPT_OSS: {"--dtype": "float32", "--hf-overrides": json.dumps({"model_type": "gpt_oss_text"})},
 }
 """Options of vLLM by the shape of its model."""
 
