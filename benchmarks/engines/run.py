@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.engines.model import make_model
+from benchmarks.engines.model import QWEN3, make_model
 from benchmarks.engines.multi_turn_script import SCRIPT, Workload, run_script
 from benchmarks.engines.report import (
     ASKED_RATIOS,
@@ -237,8 +237,9 @@ def run_benchmark(
     contestants: Callable[[argparse.Namespace], Sequence[Contestant]],
     measure: Measures,
     result_of: Callable[[Results], dict[str, list[Row]]],
+    shape: str = QWEN3,
 ) -> None:
-    """Measure, print the tables and write the result."""
+    """Measure, print the tables and write the result. shape: of the model that is made."""
     machine = machine_facts()
     if options.rounds:
         plan = replace(plan, rounds=options.rounds)
@@ -247,7 +248,7 @@ def run_benchmark(
     with tempfile.TemporaryDirectory(prefix="kvtier-turns-") as folder:
         options.scratch = Path(folder)
         if options.model is None:
-            options.model = make_model(options.scratch / "model")
+            options.model = make_model(options.scratch / "model", shape=shape)
         chosen = contestants(options)
         found = result_of(measure(chosen, plan, options))
     report(
@@ -258,5 +259,10 @@ def run_benchmark(
         found["targets"],
         *tables(found["rows"]),
         versions={each.name: versions(each) for each in chosen if each.python.exists()},
-        plan={**asdict(plan), "device_blocks": options.device_blocks, "host": options.host},
+        plan={
+            **asdict(plan),
+            "shape": shape,
+            "device_blocks": options.device_blocks,
+            "host": options.host,
+        },
     )

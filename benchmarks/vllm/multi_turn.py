@@ -4,6 +4,7 @@
     python -m benchmarks.vllm.multi_turn --json -   JSON on stdout, the table on stderr
     python -m benchmarks.vllm.multi_turn --quick    fewer of everything
     python -m benchmarks.vllm.multi_turn --vllm 0.23.0 --contestants vllm kvtier
+    python -m benchmarks.vllm.multi_turn --shape qwen3-next --contestants vllm kvtier
 
 Compares vLLM alone, with kvtier and, if installed, with LMCache. All are real servers on the CPU
 that get requests in turn. `make bench-vllm` installs the requirements.
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from benchmarks.engines.model import KV_BYTES_PER_TOKEN
+from benchmarks.engines.model import GPT_OSS, KV_BYTES_PER_TOKEN, QWEN3, QWEN3_NEXT, SHAPES
 from benchmarks.engines.multi_turn_script import Workload
 from benchmarks.engines.report import Results, Row, TurnTarget
 from benchmarks.engines.report import result_json as engine_result
@@ -46,6 +47,7 @@ from benchmarks.vllm.servers import (
     OURS,
     OWN_FRONT,
     VLLM,
+    Vllm,
     vllm_alone,
     vllm_endless,
     with_kvtier,
@@ -58,6 +60,8 @@ from kvtier.core.config import parse_size
 GIB = 1 << 30
 ENDLESS_BLOCKS = 640
 """Blocks of the endless pool. A run of the script needs 200 to 250."""
+DEVICE_BLOCKS = {QWEN3: 48, QWEN3_NEXT: 96, GPT_OSS: 64}
+"""Blocks of the device pool. The groups of layers of a model have blocks of their own."""
 SMALL_HOST = "60MiB"
 """Host memory for a fifth of the KV of a run's conversations."""
 NEEDED = ("disk_path", "disk_capacity", "disk_bytes_per_s")
@@ -86,7 +90,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     front = front_of(options.environment)
     host = parse_size(options.host, "--host")
     disk = {"disk_path": str(options.scratch / "disk"), "disk_capacity": "4GiB"}
-    made: list[Contestant] = [
+    made: list[Vllm] = [
         vllm_alone(),
         with_kvtier(options.host, front=front, **settings),
         with_kvtier(options.host, OWN_FRONT, OWN, **settings),
@@ -106,7 +110,9 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     }
     chosen = [names[contestant] for contestant in options.contestants]
     return [
-        each if each.is_optional else replace(each, environment=options.environment)
+        replace(each, shape=options.shape)
+        if each.is_optional
+        else replace(each, environment=options.environment, shape=options.shape)
         for each in made
         if each.name in chosen
     ]
@@ -174,7 +180,9 @@ def result_json(results: Results) -> dict[str, list[Row]]:
 def main(arguments: list[str] | None = None) -> None:
     options = read_options(arguments)
     plan = QUICK if options.quick else Plan()
-    run_benchmark("vllm_multi_turn", options, plan, contestants, measure, result_json)
+    run_benchmark(
+        "vllm_multi_turn", options, plan, contestants, measure, result_json, options.shape
+    )
 
 
 def read_options(arguments: list[str] | None) -> argparse.Namespace:
@@ -192,8 +200,17 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
         help="another version, installed by `make test-vllm VLLM=VERSION`",
     )
     parser.add_argument("--host", default="1GiB", help="host memory for KV (1GiB)")
-    parser.add_argument("--device-blocks", type=int, default=48, help="vLLM's own pool (48)")
+    parser.add_argument("--device-blocks", type=int, help="vLLM's own pool (48; shapes: 96, 64)")
+    parser.add_argument(
+        "--shape",
+        choices=SHAPES,
+        default=QWEN3,
+        help="of the model (qwen3); with others the part multi-turn only",
+    )
     options = parser.parse_args(arguments)
+    if options.shape != QWEN3:
+        options.parts = [MULTI_TURN]
+    options.device_blocks = options.device_blocks or DEVICE_BLOCKS[options.shape]
     options.environment = f"vllm-{options.vllm}" if options.vllm else "vllm"
     return options
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.engines.model import GPT_OSS, QWEN3, QWEN3_NEXT
 from benchmarks.engines.protocol import read_counters
 from benchmarks.engines.servers import (
     LOOPBACK,
@@ -27,6 +28,20 @@ BLOCK = 128
 """vLLM's block size on the CPU, in tokens."""
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 FROM_TIER = "vllm:external_prefix_cache_hits_total"
+
+SHAPES: dict[str, dict[str, object]] = {
+    QWEN3: {"--dtype": "float32"},
+    # vLLM's kernels for the CPU take these layers in bfloat16, and give no state from the middle of
+    # a step: a step is as long as a block.
+    QWEN3_NEXT: {
+        "--dtype": "bfloat16",
+        "--mamba-ssm-cache-dtype": "float32",
+        "--max-num-batched-tokens": BLOCK,
+    },
+    # For models of this type vLLM's chats need a tokenizer that it downloads.
+    GPT_OSS: {"--dtype": "float32", "--hf-overrides": json.dumps({"model_type": "gpt_oss_text"})},
+}
+"""Options of vLLM by the shape of its model."""
 
 QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -56,6 +71,8 @@ class Vllm(Contestant):
     """Its ``--kv-transfer-config``."""
     block_tokens: int = BLOCK
     """Tokens of a block."""
+    shape: str = QWEN3
+    """Shape of its model."""
 
     block = BLOCK
     reset_path = "/reset_prefix_cache"
@@ -81,7 +98,6 @@ class Vllm(Contestant):
             "--served-model-name": SERVED_AS,
             "--host": LOOPBACK,
             "--port": port,
-            "--dtype": "float32",
             "--block-size": self.block_tokens,
             "--num-gpu-blocks-override": self.device_blocks or size.device_blocks,
             "--max-model-len": size.max_tokens,
@@ -92,6 +108,7 @@ class Vllm(Contestant):
             "--enforce-eager": None,
             "--enable-prefix-caching": None,
             "--enable-prompt-tokens-details": None,
+            **SHAPES[self.shape],
         }
         if self.connector is not None:
             arguments["--kv-transfer-config"] = json.dumps(self.connector)

@@ -32,10 +32,11 @@ from benchmarks.engines.protocol import (
 from benchmarks.engines.report import Results, tables
 from benchmarks.engines.requests import Asked, Burst, Check, NewPrompts, in_turn, tokens
 from benchmarks.engines.run import value_of
+from benchmarks.engines.servers import Size
 from benchmarks.engines.slow_disk import Asked as AskedOfDisk
 from benchmarks.engines.slow_disk import SlowDisk
 from benchmarks.vllm.fetch import find_link, unpack
-from benchmarks.vllm.multi_turn import result_json
+from benchmarks.vllm.multi_turn import contestants, read_options, result_json
 from benchmarks.vllm.servers import ENDLESS, LMCACHE, ON_DISK, OURS, VLLM, with_kvtier
 
 
@@ -110,6 +111,15 @@ def test_text_is_the_same_for_a_seed_and_another_for_another() -> None:
 def test_prompts_of_two_seeds_share_no_beginning() -> None:
     assert tokens(1, 50) == tokens(1, 50)
     assert tokens(1, 50)[:4] != tokens(2, 50)[:4]
+
+
+def test_shape_of_the_model_decides_on_options_of_every_server(tmp_path: Path) -> None:
+    options = read_options(["--shape", "qwen3-next", "--contestants", "vllm", "lmcache"])
+    options.scratch = tmp_path
+    assert (options.parts, options.device_blocks) == (["multi-turn"], 96)
+    for contestant in contestants(options):
+        command = contestant.command(tmp_path, 1, tmp_path, Size(options.device_blocks))
+        assert command[command.index("--dtype") + 1] == "bfloat16"
 
 
 def test_workload_says_what_the_script_asks_for() -> None:

@@ -1,7 +1,11 @@
-"""Small models of random weights with the shapes of models whose layers keep unlike KV."""
+"""Small models of random weights with the shapes of models whose layers keep unlike KV.
+
+``python -m tests.engines.vllm.shapes FOLDER`` saves all of them, each in a folder of its name.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +112,8 @@ def save_random(config: PreTrainedConfig, folder: Path) -> None:
             if parameter.ndim > 1:
                 parameter.normal_(std=0.1)
     model.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    for name, shape in SHAPES.items():
+        save_random(shape, Path(sys.argv[1], name))

@@ -1,4 +1,10 @@
-"""A real vLLM with ``KvtierConnector``, and models whose layers keep unlike KV: from every tier."""
+"""A real vLLM with ``KvtierConnector``, and models whose layers keep unlike KV: from every tier.
+
+KVTIER_SHAPES: folder of models that were saved before (``python -m tests.engines.vllm.shapes``).
+Engines may then run in the process of the tests, in a third of the time
+(``VLLM_ENABLE_V1_MULTIPROCESSING=0``): a model that is younger than its process is not shared. Not
+for ranks, and for engines that are killed.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +40,7 @@ NUM_BLOCKS = 7
 PROMPTS = [prompt(seed, NUM_BLOCKS * BLOCK + 50) for seed in range(3)]
 SIZES: dict[str, object] = {"host_capacity": "64MiB"}
 ONE, TENSOR, PIPELINE = "1 rank", "TP 2", "PP 2"
+WITH_STATES = ("lfm2", "falcon-h1", "qwen3-next")
 MIXED = ("gpt-oss", "lfm2")
 """Full attention beside windows, and beside states, equally many layers in each half of a model."""
 CASES = [(shape, ONE) for shape in SHAPES] + [
@@ -58,7 +65,7 @@ def shows(record_property: Callable[[str, object], None]) -> Shows:
 @contextmanager
 def started(config: dict[str, Any], shape: str, form: str, folder: Path) -> Iterator[Any]:
     """Run an engine of a shape, whose model is saved at its first start."""
-    model = folder / "model"
+    model = Path(os.environ.get("KVTIER_SHAPES") or folder, shape)
     if not model.exists():
         save_random(SHAPES[shape], model)
     options = options_of(shape)
@@ -133,7 +140,7 @@ def test_shape_comes_from_what_another_engine_has_left(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("shape", MIXED)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_shape_comes_from_a_store_that_is_compressed_and_encrypted(
     shape: str, tmp_path: Path, server: ValkeyServer, valkey: str, shows: Shows
 ) -> None:
@@ -153,7 +160,7 @@ def test_shape_comes_from_a_store_that_is_compressed_and_encrypted(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("shape", MIXED)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_shape_comes_directly_from_disk_after_a_restart(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shows: Shows
 ) -> None:
@@ -173,18 +180,19 @@ def test_shape_comes_directly_from_disk_after_a_restart(
 
 
 @pytest.mark.timeout(900)
-def test_ranks_load_shards_of_windows_that_one_rank_has_stored(
-    tmp_path: Path, valkey: str, shows: Shows
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape not in WITH_STATES])
+def test_ranks_load_shards_that_one_rank_has_stored(
+    shape: str, tmp_path: Path, valkey: str, shows: Shows
 ) -> None:
     """Another number of ranks sums in another order, so the answers are equal up to rounding."""
-    shows("gemma3", "store, shards", f"{ONE} and {TENSOR}")
+    shows(shape, "store, shards", f"{ONE} and {TENSOR}")
     config = own_connector(storage=valkey, lookup_deadline_s=5, storage_shards=2, **SIZES)
-    with started(config, "gemma3", ONE, tmp_path) as llm:
+    with started(config, shape, ONE, tmp_path) as llm:
         cold = one_by_one(llm, PROMPTS)
         on_device = one_by_one(llm, PROMPTS)
         for seed in range(100, 140):  # vLLM handles stores only in its steps
             run(llm, prompt(seed, 20))
-    with started(config, "gemma3", TENSOR, tmp_path) as llm:
+    with started(config, shape, TENSOR, tmp_path) as llm:
         found = one_by_one(llm, PROMPTS)
     assert [cached for cached, _ in found] == [cached for cached, _ in on_device]
     for (_, answer), (_, other) in zip(found, cold, strict=True):
@@ -193,11 +201,15 @@ def test_ranks_load_shards_of_windows_that_one_rank_has_stored(
 
 
 @pytest.mark.timeout(900)
-def test_shards_of_states_are_refused(tmp_path: Path, valkey: str, shows: Shows) -> None:
-    shows("lfm2", "store, shards", "refused")
+@pytest.mark.parametrize("shape", WITH_STATES)
+def test_shards_of_states_are_refused(
+    shape: str, tmp_path: Path, valkey: str, shows: Shows, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shows(shape, "store, shards", "refused")
     config = own_connector(storage=valkey, storage_shards=2, **SIZES)
-    with pytest.raises(RuntimeError), started(config, "lfm2", ONE, tmp_path):
+    with pytest.raises(RuntimeError), started(config, shape, ONE, tmp_path):
         pass
+    assert "keeps a recurrent state, which has no KV heads" in "".join(capfd.readouterr())
 
 
 def _compare(config: dict[str, Any], shape: str, form: str, folder: Path) -> None:
