@@ -49,7 +49,8 @@ def _worth(picture: Picture) -> PageAnswer:
     if saved.seconds:
         text += f" That saved {seconds(saved.seconds)} of prefill time, less the time spent loading"
         if saved.seconds_per_s is not None and picture.window_s >= 10:
-            engines = f"{saved.seconds_per_s:.2g} engines like this"
+            num = f"{saved.seconds_per_s:.2g}"
+            engines = f"{num} engine{'s' * (num != '1')} like this"
             text += f"; in the last minute as much as {engines} compute"
         text += "."
     elif saved.tokens:
