@@ -50,16 +50,9 @@ CONNECTOR_OWN = {
         "secondary_tiers": [{"type": "fs", "root_dir": "FOLDER"}],
     },
 }
-CONNECTOR_LMCACHE = {
-    "kv_connector": "LMCacheMPConnector",
-    "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-    "kv_role": "kv_both",
-}
 LMCACHE_SERVER = "lmcache server --l1-size-gb 1 --eviction-policy LRU"
-
-
-def _connector(config: object) -> str:
-    return f"vllm serve MODEL --kv-transfer-config {shlex.quote(json.dumps(config))}"
+LMCACHE_CLIENT = "vllm serve MODEL --kv-offloading-backend lmcache --kv-offloading-size 1"
+"""vLLM asks for a size, and leaves it to the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +88,22 @@ class Way:
 WAYS = (
     Way(KVTIER, ["KVTIER_HOST_CAPACITY=1GiB vllm serve MODEL"]),
     Way(OWN, ["vllm serve MODEL --kv-offloading-size 1"]),
-    Way(LMCACHE, [LMCACHE_SERVER, _connector(CONNECTOR_LMCACHE)], environment="vllm-lmcache"),
+    Way(LMCACHE, [LMCACHE_SERVER, LMCACHE_CLIENT], environment="vllm-lmcache"),
     Way(
         KVTIER,
         ["KVTIER_HOST_CAPACITY=1GiB KVTIER_DISK_PATH=FOLDER vllm serve MODEL"],
         is_durable=True,
     ),
-    Way(OWN, [_connector(CONNECTOR_OWN)], is_durable=True),
+    Way(
+        OWN,
+        [f"vllm serve MODEL --kv-transfer-config '{json.dumps(CONNECTOR_OWN)}'"],
+        is_durable=True,
+    ),
     Way(
         LMCACHE,
         [
             LMCACHE_SERVER + """ --l2-adapter '{"type": "fs", "base_path": "FOLDER"}'""",
-            _connector(CONNECTOR_LMCACHE),
+            LMCACHE_CLIENT,
         ],
         is_durable=True,
         environment="vllm-lmcache",
@@ -123,7 +120,7 @@ def _split(command: str) -> tuple[dict[str, str], list[str]]:
 
 def _fields(word: str) -> int:
     """Return the number of values in a JSON argument."""
-    return len(re.findall(r'": *[^{\[]', word)) if word.startswith("{") else 0
+    return len(re.findall(r'":\s*(?![\s{\[])', word)) if word.startswith("{") else 0
 
 
 @dataclass(frozen=True, slots=True)
