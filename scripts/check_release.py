@@ -4,8 +4,9 @@
 
 Builds both with what the release workflow builds with, looks at what is in them, makes the wheel's
 bill of materials (``scripts/sbom.py``), and installs the wheel into an empty environment in which
-no program but its own is found, so no compiler either. There ``kvtier doctor`` must see the native core, and the demo must pass. Then the source
-distribution is installed in its place: without a compiler it works as pure Python.
+no program but its own is found, so no compiler either. There ``kvtier doctor`` must see the native
+core, and the demo must pass. Then the source distribution is installed in its place: without a
+compiler it works as pure Python.
 """
 
 from __future__ import annotations
