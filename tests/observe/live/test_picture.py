@@ -518,6 +518,43 @@ def test_a_terminal_tells_bytes_engines_and_a_slab_that_was_cut_short() -> None:
     assert "prefill time saved 4.91 min (now 4.9 engines)" in shown.getvalue()
 
 
+QUOTAS = ("memory", "pinned", "floor", "ceiling", "slab", "disk_floor", "disk_ceiling")
+NODE: dict[str, object] = {
+    "engines": [
+        {"name": "pid-2046-89aff5e35107", "tenant": "team-a", "processes": 12, "slots": 98765}
+        | {"waiting": 0, "failures": 4, "pauses": 11}
+    ],
+    "tenants": [
+        {"name": "team-a", "engines": 1, "found": None, "used_bytes": {"host": 1 << 40, "disk": 5}}
+        | {f"{quota}_bytes": 128 << 20 for quota in QUOTAS}
+    ],
+    "rooms": [
+        {"name": "team-a-e9f974b7a1973c77", "tenant": "team-a", "block_bytes": 320 << 10}
+        | {"segments": 1, "used_bytes": {"host": 8_190_000}}
+    ],
+    "lookup_s": None,
+    "free_bytes": 1 << 28,
+    "memory_bytes": 1 << 28,
+}
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_no_word_of_a_table_is_cut_in_a_narrow_terminal(width: int) -> None:
+    history = History()
+    history.add(recorded("kvtier", 2, 0.0))
+    drawn = {**history.picture().as_json(), "node": NODE}
+    drawn["tiers"] = [{**tier, "left_alone": 2, "different": 3} for tier in drawn["tiers"]]
+    shown = io.StringIO()
+    Console(file=shown, width=width).print(draw(ScrapeResult(drawn), "http://h"))
+    assert all(len(line.rstrip()) <= width for line in shown.getvalue().splitlines())
+    for text in (
+        *("evicted/s", "requested", "damaged", "audited", "paused after errors", "3 different"),
+        *("processes", "slots", "calls", "pauses", "98.8 k", "segments", "320 KiB"),
+        *("memory", "pinned", "ceiling", "slab", "128 MiB", "1 TiB", "pid-2046-89aff5e35107"),
+    ):
+        assert text in shown.getvalue(), text
+
+
 @pytest.mark.parametrize(("height", "says_so"), [(12, True), (80, False)])
 def test_a_low_terminal_says_that_lines_were_cut(height: int, says_so: bool) -> None:
     history = History()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from kvtier.serve.server.schemas import (
     GenerationRequest,
     StreamOptions,
 )
+from tests.kit.waiting import wait_until
 
 from .conftest import MODEL, Running, running
 from .raw import error_of
@@ -550,6 +552,33 @@ def test_a_defect_is_a_500_and_its_text_stays_inside(
     assert "KeyError" in caplog.text
     assert answer.headers["x-request-id"] in caplog.text
     assert "plugh" not in caplog.text + answer.text
+
+
+@pytest.mark.parametrize("sent", ["9f3c-42", "Root=1-67891233-abcdef01", "a" * 128])
+def test_a_clients_request_id_is_kept(
+    served: Running, sent: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "kvtier")
+    answer = post(served, "completions", json=COMPLETION, headers={"X-Request-Id": sent})
+    assert answer.headers.get_list("x-request-id") == [sent]
+    assert answer.json()["id"] == f"cmpl-{sent}"
+    wait_until(lambda: f"request id=cmpl-{sent} " in caplog.text, "the request is logged")
+
+
+@pytest.mark.parametrize("sent", ["", "a" * 129, "two words", 'a"b', "id\x1b[31m", "caf\xe9"])
+def test_a_request_id_that_is_no_id_is_replaced(
+    served: Running, sent: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "kvtier")
+    headers = {"X-Request-Id": sent.encode("latin-1")}
+    answer = post(served, "completions", json=COMPLETION, headers=headers)
+    if answer.status_code == 400:  # the HTTP parser refuses control characters
+        return
+    (made,) = answer.headers.get_list("x-request-id")
+    assert re.fullmatch("cmpl-[0-9a-f]{32}", made)
+    assert answer.json()["id"] == made
+    wait_until(lambda: f"request id={made} " in caplog.text, "the request is logged")
+    assert not sent or sent not in caplog.text
 
 
 def test_prompts_and_keys_are_never_logged(

@@ -9,22 +9,25 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import EntryPoint
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import DEVICE
 from kvtier.observe.traces import PROTOCOL_VARIABLES, open_traces
-from kvtier.serve.engine import Engine
+from kvtier.serve.engine import Engine, EngineBusy, RequestHandle
 from kvtier.serve.server.config import ServerConfig
 from tests.kit.waiting import wait_until
 
 from .conftest import MODEL, running
-from .test_errors import FailsAfterTwoTokens
+from .test_errors import FailsAfterTwoTokens, StandIn
 
 pytestmark = pytest.mark.engine
 
@@ -38,6 +41,13 @@ class GrpcExporter(SpanExporter):
 
     def shutdown(self) -> None:
         GrpcExporter.is_closed = True
+
+
+class RefusesAll(StandIn):
+    """An engine whose queue is full."""
+
+    def submit(self, *_: object, **__: object) -> RequestHandle:
+        raise EngineBusy("64 requests are waiting")
 
 
 class Collector:
@@ -142,7 +152,88 @@ def test_a_request_is_spans_below_that_of_its_client(
     num_blocks = int(str(fetched["kvtier.reused_tokens"])) // engine.info.block_size
     assert loaded["kvtier.bytes"] == num_blocks * engine.info.bytes_per_block
     assert stored["kvtier.tier"] == "host"
-    assert _attributes(warm)["kvtier.cached_tokens"] == fetched["kvtier.reused_tokens"]
+    cached = _attributes(warm)["gen_ai.usage.cache_read.input_tokens"]
+    assert cached == fetched["kvtier.reused_tokens"]
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """OpenTelemetry's exporter in memory, as the only one of this environment."""
+    made = InMemorySpanExporter()
+    entry = SimpleNamespace(load=lambda: lambda: made)
+    monkeypatch.setattr("kvtier.observe.traces.entry_points", lambda **_: [entry])
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "memory")
+    return made
+
+
+def test_spans_have_the_conventional_attributes(
+    engine: Engine, spans: InMemorySpanExporter
+) -> None:
+    with running(engine, ServerConfig(traces=True)) as made, made.client() as client:
+        answer = client.with_options(
+            default_headers={"X-Request-Id": "from-the-gateway", "User-Agent": "a" * 999}
+        ).completions.create(
+            model=MODEL, prompt="def f(", max_tokens=3, n=2, temperature=0.5, top_p=0.9, seed=7
+        )
+        asked = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
+        for form in ({}, {"response_format": {"type": "json_object"}}):
+            sent = {**asked, **form, "max_completion_tokens": 2}
+            httpx.post(f"{made.url}/v1/chat/completions", json=sent, timeout=60)
+    found = spans.get_finished_spans()
+    completion = next(span for span in found if span.name == "POST /v1/completions").attributes
+    assert completion is not None
+    host, port = made.url.removeprefix("http://").split(":")
+    expected = {
+        "http.request.method": "POST",
+        "http.route": "/v1/completions",
+        "url.path": "/v1/completions",
+        "url.scheme": "http",
+        "http.response.status_code": 200,
+        "server.address": host,
+        "server.port": int(port),
+        "client.address": "127.0.0.1",
+        "network.protocol.version": "1.1",
+        "user_agent.original": "a" * 256,
+        "kvtier.request_id": "from-the-gateway",
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "kvtier",
+        "gen_ai.output.type": "text",
+        "gen_ai.request.model": MODEL,
+        "gen_ai.request.stream": False,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.max_tokens": 3,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.seed": 7,
+        "gen_ai.response.id": answer.id,
+        "gen_ai.response.model": MODEL,
+        "gen_ai.response.finish_reasons": tuple(choice.finish_reason for choice in answer.choices),
+        "gen_ai.usage.input_tokens": answer.usage and answer.usage.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "gen_ai.usage.output_tokens": answer.usage and answer.usage.completion_tokens,
+    }
+    assert dict(completion) == expected
+    text, json_ = (
+        span.attributes or {} for span in found if span.name == "POST /v1/chat/completions"
+    )
+    assert text["gen_ai.operation.name"] == "chat"
+    assert text["gen_ai.request.stream"] is True
+    assert (text["gen_ai.output.type"], json_["gen_ai.output.type"]) == ("text", "json")
+    first_s = text["gen_ai.response.time_to_first_chunk"]
+    assert isinstance(first_s, float)
+    assert first_s > 0
+
+
+def test_a_fault_of_the_client_leaves_the_status_of_its_span_unset(
+    engine: Engine, spans: InMemorySpanExporter
+) -> None:
+    with running(RefusesAll(engine), ServerConfig(traces=True)) as made:
+        assert _ask(made.url, "x").status_code == 429
+    (root,) = spans.get_finished_spans()
+    assert root.status.status_code is StatusCode.UNSET
+    assert root.attributes is not None
+    assert root.attributes["http.response.status_code"] == 429
+    assert "error.type" not in root.attributes
 
 
 def test_what_fails_and_what_is_refused_ends_its_span_with_an_error(
@@ -152,7 +243,12 @@ def test_what_fails_and_what_is_refused_ends_its_span_with_an_error(
         assert _ask(made.url, "x").status_code == 500
         wait_until(lambda: bool(collector.spans), "it is told")
     (root,) = collector.named("POST /v1/completions")
-    assert (root.status.code, root.status.message) == (2, "ApiError")
+    found = _attributes(root)
+    assert (root.status.code, root.status.message) == (2, "engine_error")
+    assert (found["http.response.status_code"], found["error.type"]) == (
+        500,
+        "engine_error",
+    )
 
 
 def test_requests_that_their_client_does_not_sample_send_nothing(

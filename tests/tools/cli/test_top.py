@@ -35,3 +35,6 @@ def test_q_quits() -> None:
 def test_a_wrong_address_ends_with_a_sentence_where_nobody_watches(tmp_path: Path) -> None:
     assert "Connection refused" in refused("top", f"127.0.0.1:{free_port()}")
     assert refused("top", "--node", str(tmp_path / "none")).startswith("kvtier top: ")
+    assert "--node: http://127.0.0.1:1 is a network address" in refused(
+        "top", "--node", "http://127.0.0.1:1"
+    )

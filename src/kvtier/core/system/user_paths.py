@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from kvtier.core.errors import ConfigError
 
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/|[A-Za-z0-9.-]*:\d+/?$")
+"""URL, or HOST:PORT."""
 MAX_SOCKET_BYTES = 107
 """Longest path of a Unix socket."""
 
@@ -26,7 +29,17 @@ def user_path(given: str | Path) -> Path:
 
 
 def check_socket(path: str | Path, field: str) -> None:
-    """Raise ``ConfigError`` if a path is too long for a Unix socket. field: name of the setting."""
+    """Raise ``ConfigError`` for an address, or a path that is too long for a Unix socket.
+
+    field: name of the setting.
+    """
+    if _ADDRESS.match(str(path)):
+        # Path makes http:/host of http://host.
+        address = re.sub(":/+", "://", str(path))
+        raise ConfigError(
+            f"{field}: {address} is a network address; name the path of a "
+            "node's Unix socket, as in /run/kvtier/node.sock"
+        )
     num = len(os.fsencode(user_path(path)))
     if num > MAX_SOCKET_BYTES:
         raise ConfigError(

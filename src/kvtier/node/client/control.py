@@ -45,7 +45,7 @@ class ControlClient(JsonClient):
     """
 
     def __init__(self, socket_path: Path, timeout_s: float) -> None:
-        self._path = control_socket(socket_path)
+        self._socket, self._path = socket_path, control_socket(socket_path)
         self._timeout_s = timeout_s
 
     def _request(self, method: str, route: str, body: bytes | None) -> Any:
@@ -57,6 +57,11 @@ class ControlClient(JsonClient):
             content = answer.read(MAX_BYTES)
             told = json.loads(content)
         except (OSError, HTTPException, ValueError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise CacheError(
+                    f"there is no node at {self._socket}; start one with kvtier node run, or name "
+                    "the path of its socket"
+                ) from None
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise CacheError(
                 f"{self._path} does not answer: {reason}; start the node with kvtier node run"

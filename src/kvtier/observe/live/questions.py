@@ -57,7 +57,8 @@ def _worth(picture: Picture) -> PageAnswer:
         text += f" Since its start the server saved {seconds(saved.seconds)} of prefill time, less "
         text += "the time spent loading"
         if saved.seconds_per_s is not None and picture.window_s >= 10:
-            engines = f"{saved.seconds_per_s:.2g} engines like this"
+            num = f"{saved.seconds_per_s:.2g}"
+            engines = f"{num} engine{'s' * (num != '1')} like this"
             when = minute(picture) if recent is None else "in that minute"
             text += f"; {when} as much as {engines} compute"
         text += "."

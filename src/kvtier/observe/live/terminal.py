@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
@@ -23,6 +24,10 @@ STATES = {
 COLOURS = {"good": "green", "plain": "default", "bad": "red"}
 ON_DISK = ("slab", "disk_floor", "disk_ceiling")
 NOTHING = Text("–", "dim")
+BAR = 12
+"""Characters of a bar."""
+GAP = 2
+"""Characters between columns."""
 
 
 class Fitted:
@@ -40,6 +45,58 @@ class Fitted:
         if num_shown < len(lines):
             num_cut = len(lines) - num_shown
             yield Text(f"{num_cut} more lines: enlarge the terminal, or use --once", "yellow")
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of a table. is_spare: left out where the terminal is narrow."""
+
+    head: str
+    cells: Sequence[RenderableType]
+    justify: Literal["left", "right"] = "left"
+    is_spare: bool = False
+
+    def width(self, console: Console) -> int:
+        """Return the width at which no cell is wrapped, and the head only between its words."""
+        cells = (console.measure(cell).maximum for cell in self.cells)
+        return max((*map(len, self.head.split()), *cells), default=0)
+
+
+class Columns:
+    """Table that is continued below itself where the terminal is too narrow for it.
+
+    num_names: first columns, which are repeated there. A state is shown if there is any.
+    """
+
+    def __init__(self, *columns: Column, num_names: int = 1) -> None:
+        self._columns = [each for each in columns if each.head != "state" or any(each.cells)]
+        self._num_names = num_names
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns, most = self._columns, options.max_width
+        if _width(columns, console) > most:
+            columns = [column for column in columns if not column.is_spare]
+        names, rest = columns[: self._num_names], columns[self._num_names :]
+        while rest:
+            part = [*names, rest.pop(0)]
+            while rest and _width([*part, rest[0]], console) <= most:
+                part.append(rest.pop(0))
+            yield _drawn(part, console)
+            if rest:
+                yield Text()
+
+
+def _width(columns: Sequence[Column], console: Console) -> int:
+    return sum(column.width(console) + GAP for column in columns) - GAP
+
+
+def _drawn(columns: Sequence[Column], console: Console) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, GAP, 0, 0))
+    for column in columns:
+        table.add_column(column.head, justify=column.justify, width=column.width(console))
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*cells)
+    return table
 
 
 def draw(seen: ScrapeResult, url: str) -> RenderableType:
@@ -99,7 +156,10 @@ def _saved(saved: Mapping[str, Any]) -> str:
         return "–"
     text = seconds(saved["seconds"])
     engines = saved["seconds_per_s"]
-    return text if engines is None else f"{text} (now {engines:.2g} engine{'s' * (engines != 1)})"
+    if engines is None:
+        return text
+    num = f"{engines:.2g}"
+    return f"{text} (now {num} engine{'s' * (num != '1')})"
 
 
 def _time(mean: float | None, p95: float | None) -> str:
@@ -110,77 +170,101 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.0f}"
 
 
-def _tiers(picture: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("tier", "hit share", "capacity", "in use", ""):
-        table.add_column(name, min_width=_longest(name))
-    for name in ("evicted/s", "requested again", "damaged", "audited"):
-        table.add_column(name, justify="right", min_width=_longest(name))
-    table.add_column("state")
+def _tiers(picture: Mapping[str, Any]) -> Columns:
+    tiers = picture["tiers"]
     hits = {each["tier"]: each["recent"] for each in picture["hits"]}
-    for tier in picture["tiers"]:
-        name, fill, wrong = tier["name"], tier["fill"], tier["different"]
-        table.add_row(
-            Text(name),
-            share(hits[name]) if name in hits else NOTHING,
-            _capacity(tier),
-            NOTHING if fill is None else share(fill),
-            "" if fill is None else ProgressBar(1.0, fill, width=12),
-            NOTHING if tier["evicted_per_s"] is None else f"{tier['evicted_per_s']:.1f}",
-            share(tier["returned"]) if tier["evicted"] else NOTHING,
-            count(tier["damaged"]),
-            count(tier["audited"]) + f", {count(wrong)} different" * bool(wrong),
-            STATES.get(tier["left_alone"], ""),
-        )
-    return table
-
-
-def _of_node(node: Mapping[str, Any]) -> Iterator[Table]:
-    """Yield tables of a node's engines, tenants and rooms."""
-    table = _table(
-        ("engine", "tenant"), ("processes", "slots in use", "waiting", "late calls", "pauses")
+    fills = [tier["fill"] for tier in tiers]
+    return Columns(
+        Column("tier", [Text(tier["name"]) for tier in tiers]),
+        Column("hit share", [_share(hits.get(tier["name"])) for tier in tiers]),
+        Column("capacity", [_capacity(tier) for tier in tiers]),
+        Column("in use", [_share(fill) for fill in fills]),
+        Column(
+            "",
+            ["" if fill is None else ProgressBar(1.0, fill, width=BAR) for fill in fills],
+            is_spare=True,
+        ),
+        Column(
+            "evicted/s",
+            [
+                NOTHING if tier["evicted_per_s"] is None else f"{tier['evicted_per_s']:.1f}"
+                for tier in tiers
+            ],
+            "right",
+        ),
+        Column(
+            "requested again",
+            [_share(tier["returned"] if tier["evicted"] else None) for tier in tiers],
+            "right",
+        ),
+        Column("damaged", [count(tier["damaged"]) for tier in tiers], "right"),
+        Column("audited", [_audited(tier) for tier in tiers], "right"),
+        Column("state", [STATES.get(tier["left_alone"], "") for tier in tiers]),
     )
-    for each in node["engines"]:
-        told = (each[key] for key in ("processes", "slots", "waiting", "failures", "pauses"))
-        table.add_row(Text(each["name"]), Text(each["tenant"]), *map(count, told))
-    yield table
+
+
+def _share(part: float | None) -> RenderableType:
+    return NOTHING if part is None else share(part)
+
+
+def _audited(tier: Mapping[str, Any]) -> str:
+    wrong = tier["different"]
+    return count(tier["audited"]) + f", {count(wrong)} different" * bool(wrong)
+
+
+def _of_node(node: Mapping[str, Any]) -> Iterator[Columns]:
+    """Yield tables of a node's engines, tenants and rooms."""
+    yield _table(
+        {"engine": "name", "tenant": "tenant"},
+        ("processes", "slots in use", "waiting", "late calls", "pauses"),
+        node["engines"],
+        lambda each: [
+            count(each[key]) for key in ("processes", "slots", "waiting", "failures", "pauses")
+        ],
+    )
     uses = [each["used_bytes"] for each in (*node["tenants"], *node["rooms"])]
     tiers = list(dict.fromkeys(tier for use in uses for tier in use))
     quotas = ["memory", "pinned", "floor", "ceiling"]
     if any(each[f"{quota}_bytes"] for each in node["tenants"] for quota in ON_DISK):
         quotas += ON_DISK
-    heads = (quota.replace("_", " ") for quota in quotas)
-    table = _table(("tenant",), ("engines", "found", *heads, *tiers))
-    for each in node["tenants"]:
-        told = (each[f"{quota}_bytes"] for quota in quotas)
-        table.add_row(
-            Text(each["name"]),
+    heads = [quota.replace("_", " ") for quota in quotas]
+
+    def of_tenant(each: Mapping[str, Any]) -> list[RenderableType]:
+        bounds = (each[f"{quota}_bytes"] for quota in quotas)
+        return [
             count(each["engines"]),
-            share(each["found"]),
-            *("none" if num_bytes is None else size(num_bytes) for num_bytes in told),
-            *(size(each["used_bytes"].get(tier, 0.0)) for tier in tiers),
-        )
-    yield table
-    table = _table(("room", "tenant"), ("block size", "segments", *tiers))
-    for each in node["rooms"]:
-        used = (each["used_bytes"].get(tier, 0.0) for tier in tiers)
-        names = Text(each["name"]), Text(each["tenant"])
-        table.add_row(*names, size(each["block_bytes"]), count(each["segments"]), *map(size, used))
-    yield table
+            _share(each["found"]),
+            *("none" if num_bytes is None else size(num_bytes) for num_bytes in bounds),
+            *used(each),
+        ]
+
+    def used(each: Mapping[str, Any]) -> list[RenderableType]:
+        return [size(each["used_bytes"].get(tier, 0.0)) for tier in tiers]
+
+    yield _table(
+        {"tenant": "name"}, ("engines", "found", *heads, *tiers), node["tenants"], of_tenant
+    )
+    yield _table(
+        {"room": "name", "tenant": "tenant"},
+        ("block size", "segments", *tiers),
+        node["rooms"],
+        lambda each: [size(each["block_bytes"]), count(each["segments"]), *used(each)],
+    )
 
 
-def _table(names: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in names:
-        table.add_column(name, min_width=_longest(name))
-    for name in numbers:
-        table.add_column(name, justify="right", min_width=_longest(name))
-    return table
-
-
-def _longest(head: str) -> int:
-    """Return the length of the longest word of a head, below which it would be cut."""
-    return max(map(len, head.split()), default=4)
+def _table(
+    names: Mapping[str, str],
+    heads: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    numbers: Callable[[Mapping[str, Any]], Sequence[RenderableType]],
+) -> Columns:
+    """Return a table. names: heads of columns of text, and the rows' keys of them."""
+    cells = list(zip(*map(numbers, rows), strict=True)) or [()] * len(heads)
+    return Columns(
+        *(Column(head, [Text(row[key]) for row in rows]) for head, key in names.items()),
+        *(Column(head, of, "right") for head, of in zip(heads, cells, strict=True)),
+        num_names=len(names),
+    )
 
 
 def _capacity(tier: Mapping[str, Any]) -> str:
@@ -194,7 +278,7 @@ def _flows(picture: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("transfer")
     for name in ("now", "total", "in flight", "queue"):
-        table.add_column(name, justify="right", min_width=_longest(name))
+        table.add_column(name, justify="right")
     for flow in picture["flows"]:
         line = "–" if flow["queued_s"] is None else seconds(flow["queued_s"])
         table.add_row(

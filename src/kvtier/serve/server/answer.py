@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 from starlette.responses import Response
 
+from kvtier.observe.traces import Attributes
 from kvtier.serve.server.choice import TextPiece, TextToken
 from kvtier.serve.server.errors import ApiError, internal_error
 from kvtier.serve.server.generation import Generation
@@ -18,7 +19,12 @@ from kvtier.serve.server.responses import Answer, ChatChoice, ChatChunkChoice, C
 from kvtier.serve.server.schemas import GenerationRequest
 from kvtier.serve.server.service import Service, wants_explanation
 from kvtier.serve.server.streaming import DONE, EventStream, encode_event, encode_json, unless_gone
-from kvtier.serve.server.tracing import tell
+from kvtier.serve.server.tracing import (
+    add_parts,
+    attributes_of_answer,
+    end_answered,
+    end_failed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +78,7 @@ class Answerer:
         self._wants_usage = options is not None and options.include_usage
         self._wants_counts = options is not None and options.continuous_usage_stats
         self._ends_with_usage = self._wants_usage or wants_explanation(request)
-        self._has_first = False
+        self._first_s: float | None = None
 
     async def answer(self, generation: Generation) -> Response:
         """Return the response, whole or streamed. Always closes ``generation``."""
@@ -85,7 +91,8 @@ class Answerer:
             first = await unless_gone(_first(pieces), self._request.receive)
         except BaseException as error:
             generation.close()
-            self._trace(generation, type(error).__name__)
+            if generation.span is not None:
+                end_failed(generation.span, error, self._traced(generation))
             raise
         return EventStream(
             self._events(generation, first, pieces),
@@ -154,24 +161,32 @@ class Answerer:
         self, pieces: AsyncIterator[tuple[int, TextPiece]]
     ) -> AsyncIterator[tuple[int, TextPiece]]:
         async for at, piece in pieces:
-            if not self._has_first:
-                self._has_first = True
-                seconds = time.perf_counter() - self._began
-                self._service.metrics.first_token(self._form.endpoint, seconds)
+            if self._first_s is None:
+                self._first_s = time.perf_counter() - self._began
+                self._service.metrics.first_token(self._form.endpoint, self._first_s)
             yield at, piece
 
     def _end(self, generation: Generation, is_complete: bool) -> None:
         generation.close()
         has_all = is_complete and self._request.state.status is None
-        self._trace(generation, "" if has_all else "the answer is not complete")
+        if generation.span is not None:
+            end_answered(generation.span, self._traced(generation), has_all)
         if has_all:
             seconds = time.perf_counter() - self._began
             self._service.metrics.answered(self._form.endpoint, seconds, generation.usage)
 
-    def _trace(self, generation: Generation, error: str) -> None:
-        if generation.span is not None:
-            model = self._service.model_name
-            tell(generation.span, generation.completions, generation.usage, model, error)
+    def _traced(self, generation: Generation) -> Attributes:
+        """Add the spans of the choices that have ended; return the attributes of the answer."""
+        assert generation.span is not None
+        for completion in generation.completions:
+            add_parts(generation.span, completion)
+        return attributes_of_answer(
+            self._id,
+            self._service.model_name,
+            generation.usage,
+            generation.finish_reasons,
+            self._first_s if self._asked.stream else None,
+        )
 
 
 def _end_with_usage(answer: Answer, generation: Generation) -> None:

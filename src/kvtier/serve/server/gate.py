@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import os
+import re
 import time
 import traceback
 import uuid
@@ -41,6 +42,10 @@ ENDPOINTS = {
     LIVE_PATH: "live",
 }
 """Labels of paths in the metrics; every other path is "other"."""
+
+REQUEST_ID = b"x-request-id"
+_KEPT_ID = re.compile(rb"[A-Za-z0-9._:;=@/+~-]{1,128}")
+"""Ids of clients that are kept: those of proxies, UUIDs, trace ids, base64."""
 
 ID_PREFIXES = {"completions": "cmpl", "chat": "chatcmpl"}
 CONTROL_PATHS = PATHS | {"/status"}
@@ -86,10 +91,18 @@ class Observe:
             await self._app(scope, receive, send)
             return
         endpoint = ENDPOINTS.get(scope["path"], "other")
-        request_id = f"{ID_PREFIXES.get(endpoint, 'req')}-{uuid.uuid4().hex}"
+        client_id = _client_id(scope)
+        # Of the answer and in logs. As in vLLM, it contains the client's id.
+        request_id = f"{ID_PREFIXES.get(endpoint, 'req')}-{client_id or uuid.uuid4().hex}"
+        header_id = client_id or request_id
         began = time.perf_counter()
         # status: overrides the status line that was sent.
-        state = {"request_id": request_id, "began": began, "status": None}
+        state = {
+            "request_id": request_id,
+            "header_id": header_id,
+            "began": began,
+            "status": None,
+        }
         scope["state"] = {**scope.get("state", {}), **state}
         sent: list[int] = []
 
@@ -98,7 +111,7 @@ class Observe:
                 sent.append(message["status"])
                 message["headers"] = [
                     *message.get("headers", []),
-                    (b"x-request-id", request_id.encode()),
+                    (REQUEST_ID, header_id.encode()),
                 ]
             await send(message)
 
@@ -189,6 +202,12 @@ class RequestGate:
     def _check_open(self) -> None:
         if self._service.is_closing:
             raise shutting_down()
+
+
+def _client_id(scope: Scope) -> str:
+    """Return the id that the client gave its request; "" for none, or one that is not kept."""
+    sent: bytes = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
+    return sent.decode() if _KEPT_ID.fullmatch(sent) else ""
 
 
 def _check_encoding(scope: Scope) -> None:

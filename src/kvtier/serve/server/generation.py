@@ -82,6 +82,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._completions: dict[int, Completion] = {}
+        self._finish_reasons: dict[int, str] = {}
         self._handles: list[RequestHandle] = []
         self._was_cut_short = False
         try:
@@ -144,7 +145,9 @@ class Generation:
             if isinstance(event, Completion):
                 self._completions[at] = event
                 self._check(event, choice)
-                yield at, choice.finish(event.finish_reason)
+                last = choice.finish(event.finish_reason)
+                self._finish_reasons[at] = last.finish_reason or event.finish_reason
+                yield at, last
                 continue
             if not isinstance(event, Token):
                 yield at, choice.push_prompt(event, self._orders[at].offsets)
@@ -206,6 +209,11 @@ class Generation:
     def completions(self) -> list[Completion]:
         """The completions of the choices that have ended."""
         return [self._completions[at] for at in sorted(self._completions)]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why each choice ended that has ended, as the answer says it."""
+        return [self._finish_reasons[at] for at in sorted(self._finish_reasons)]
 
     def prompts(self) -> list[tuple[Sequence[int], int]]:
         """Return the token ids of each prompt, and how many tokens its choices have so far."""

@@ -44,6 +44,7 @@ from kvtier.serve.server.responses import CostAnswer
 from kvtier.serve.server.scan import Bounds
 from kvtier.serve.server.schemas import GenerationRequest
 from kvtier.serve.server.streaming import unless_gone
+from kvtier.serve.server.tracing import attributes_of_request, end_failed
 
 B = TypeVar("B", bound=BaseModel)
 R = TypeVar("R", bound=GenerationRequest)
@@ -382,7 +383,8 @@ class Service:
         span = None
         if self._traces is not None:
             name = f"{request.method} {request.url.path}"
-            span = self._traces.begin(name, request.headers, request.state.began)
+            attributes = attributes_of_request(request, asked, orders[0].params)
+            span = self._traces.begin(name, request.headers, request.state.began, attributes)
         try:
             generation = Generation(
                 self.engine,
@@ -395,9 +397,9 @@ class Service:
                 asked.hint,
                 audits=_asked(request) == AUDIT,
             )
-        except ApiError as error:
+        except Exception as error:
             if span is not None:
-                span.end({}, error.code or type(error).__name__)
+                end_failed(span, error)
             raise
         self._generations.add(generation)
         if len(self.tenants) < MAX_TENANTS:

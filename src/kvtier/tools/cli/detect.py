@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtier import __version__
-from kvtier.core.errors import CacheError, install_command
+from kvtier.core.errors import CacheError, ConfigError, install_command
 from kvtier.core.system.control_groups import cpu_quota
 from kvtier.core.system.memory import available_bytes
 from kvtier.core.system.process import num_cores
+from kvtier.core.system.user_paths import check_socket
 from kvtier.devices.base import Device, Finding, Memory
 
 if TYPE_CHECKING:
@@ -265,6 +266,10 @@ def node_here(path: Path) -> tuple[Finding, ...]:
         from kvtier.node.client.control import ControlClient
     except ImportError as error:
         return (Finding("reachable", "no", f"{error}; install it: {install_command('node')}"),)
+    try:
+        check_socket(path, "--node")
+    except ConfigError as error:
+        return (Finding("reachable", "no", str(error)),)
     client = NodeClient(path)
     try:
         channel = client.take(time.monotonic() + NODE_ANSWER_S)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtier.core.errors import ConfigError, install_command
+from kvtier.core.system.user_paths import check_socket
 from kvtier.core.types import LogFormat
 from kvtier.node.config import (
     DEFAULT_SOCKET,
@@ -345,6 +346,7 @@ def _client(socket: str, timeout_s: float = 0.0) -> ControlClient | ServerContro
 
     if "://" in socket:
         return ServerControlClient(socket, take_control_key(None), timeout_s + ANSWER_S)
+    check_socket(socket, "socket")
     return ControlClient(Path(socket), timeout_s + ANSWER_S)
 
 

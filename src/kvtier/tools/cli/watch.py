@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtier.core.system.user_paths import check_socket
 from kvtier.tools.cli.api_keys import ApiKey, take_key
 from kvtier.tools.cli.failure import fail
 
@@ -32,6 +33,7 @@ def watched_by(url: str, api_key: str | None, node: str | None) -> WatchedEngine
         return WatchedEngine.at(url, take_key(api_key))
     from kvtier.node.config import control_socket
 
+    check_socket(node, "node")
     return WatchedEngine.at_socket(control_socket(Path(node)))
 
 
