@@ -15,6 +15,7 @@ from kvtier.devices.cpu import CpuDevice
 from kvtier.node.server.node import CacheNode
 from kvtier.node.server.opening import PartitionOpener
 from kvtier.node.server.partition_key import PartitionKey
+from kvtier.node.server.stores import partition_location
 from kvtier.node.wire import protocol
 from kvtier.tiers import StorageTier
 from kvtier.tiers.disk import DiskTier
@@ -138,3 +139,19 @@ def test_storage_that_opens_after_the_node_has_ended_is_closed(tmp_path: Path, d
         engine.attach()
         request = protocol.OpenRequest(2, b"slow", 16 << 10, 8)
         wait_until(lambda: isinstance(engine.ask(request), protocol.OpenAnswer))
+
+
+@pytest.mark.parametrize(
+    ("location", "place"),
+    [
+        ("s3://bucket/kv?poll_s=1", "s3://bucket/kv/a%20room?poll_s=1"),
+        ("gs://bucket", "gs://bucket/a%20room"),
+        ("far=az://container/kv", "far=az://container/kv/a%20room"),
+        ("valkey://host?prefix=x:", "valkey://host?prefix=x%3Aa+room%3A"),
+        ("dir:///mnt/kv?capacity=2TiB", "dir:///mnt/kv?capacity=2TiB"),
+    ],
+)
+def test_each_room_has_a_place_of_its_own_where_blocks_are_listed(
+    location: str, place: str
+) -> None:
+    assert partition_location(location, "a room") == place

@@ -8,11 +8,13 @@ from __future__ import annotations
 from math import inf
 from urllib.parse import parse_qsl, quote, urlencode
 
+from kvtier.tiers.remote.bucket.opening import SERVICES
 from kvtier.tiers.remote.pruning import make_keeper, prune
 from kvtier.tiers.remote.valkey.connection_pool import ValkeyOptions
 
 BY_PREFIX = ("valkey", "valkeys", "redis", "rediss")
-BY_PATH = ("s3",)
+BY_PATH = tuple(SERVICES)
+"""Buckets. Partitions share a directory, because its capacity holds for all its packs together."""
 
 
 def is_listed(location: str) -> bool:
