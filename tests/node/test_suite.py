@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
+from kvtier.core.types import BlockKey
 from kvtier.node.client.channel import NodeClient
 from kvtier.node.client.tier import NodeTier
 from kvtier.testing import StorageSuite
@@ -43,7 +44,7 @@ class TestNodeTier(StorageSuite):
 
     def test_it_has_as_much_room_as_its_node(self) -> None:
         storage = self.again(1 << 40)
-        assert storage.find([b"k" * 32], 5.0) == [Outcome.ABSENT]
+        assert storage.find([BlockKey(b"k" * 32)], 5.0) == [Outcome.ABSENT]
         status = self.node.control.get("/status")
         (room,) = (room for room in status["rooms"] if room["tenant"] == "default")
         capacity = status["memory_bytes"] + sum(room["capacity_bytes"].values())
