@@ -412,7 +412,7 @@ def test_a_node_is_configured_by_a_file_and_leaves_no_socket(tmp_path: Path) -> 
     assert not control_socket(node.socket).exists()
     words = CliRunner().invoke(app, ["node", "status", "--socket", str(node.socket)])
     assert words.exit_code == 2
-    assert "start the node with kvtier node run" in words.stderr
+    assert "start one with kvtier node run" in words.stderr
 
 
 @pytest.mark.parametrize(

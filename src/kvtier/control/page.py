@@ -36,14 +36,14 @@ ReadMetrics = Callable[[], Awaitable[Iterable[Metric]]]
 class LiveView:
     """Current picture of a server; belongs to the thread of its HTTP server's event loop.
 
-    The metrics are read at most once per ``LEAST_PAUSE_S`` for all viewers; without viewers once
-    per ``EVERY_S`` while ``watch`` runs.
+    The metrics are read at most once per ``LEAST_PAUSE_S`` for all viewers, and once per
+    ``EVERY_S`` while ``watch`` runs.
     """
 
     def __init__(self, read: ReadMetrics) -> None:
         self._read = read
         self._history = History()
-        self._looked_s = float("-inf")
+        self._viewed_s = float("-inf")
         self._picture: dict[str, Any] = {}
 
     async def watch(self) -> None:
@@ -57,14 +57,14 @@ class LiveView:
 
     async def content(self, has_hour: bool) -> bytes:
         """Return the picture as JSON, see ``History.look``; on request with the last hour."""
-        await self._look()
+        if time.monotonic() - self._viewed_s >= LEAST_PAUSE_S or not self._picture:
+            self._viewed_s = time.monotonic()  # concurrent callers get the previous picture
+            await self._look()
         hour = {"hour": self._history.hour(time.monotonic())} if has_hour else {}
         return json.dumps({**self._picture, **hour}).encode()
 
     async def _look(self) -> None:
-        if time.monotonic() - self._looked_s >= LEAST_PAUSE_S or not self._picture:
-            self._looked_s = time.monotonic()  # concurrent callers get the previous picture
-            self._picture = self._history.look(Reading.of(await self._read(), time.monotonic()))
+        self._picture = self._history.look(Reading.of(await self._read(), time.monotonic()))
 
 
 def page_router(view: LiveView) -> APIRouter:

@@ -533,6 +533,7 @@ NODE: dict[str, object] = {
         | {"segments": 1, "used_bytes": {"host": 8_190_000}}
     ],
     "lookup_s": None,
+    "lookup_p95_s": None,
     "free_bytes": 1 << 28,
     "memory_bytes": 1 << 28,
 }

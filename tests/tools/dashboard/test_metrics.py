@@ -12,8 +12,13 @@ from kvtier.tools.cli import app
 
 from .shown import ALERTS, DASHBOARD, FOLDER, PANELS, RULES, Alert, Panel, metrics_in
 
-NOT_SHOWN = {specs.VLLM_UNCLAIMED_CHUNKS}
-"""Metrics without a panel: they matter only in the minutes after a restart."""
+NOT_SHOWN = {
+    specs.VLLM_UNCLAIMED_CHUNKS,
+    specs.WARMED_BLOCKS,
+    specs.WARMED_BYTES,
+    specs.NODE_ENGINE_INFO,
+}
+"""Metrics without a panel: they matter only in the minutes after a restart, or are only labels."""
 BY_PROMETHEUS = {"le", "job", "instance"}
 """Labels that every metric, or every bucket of a histogram, has."""
 

@@ -15,7 +15,6 @@ import typer
 
 from kvtier.core.config import variable_of
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.row import STORES
 
 GIB: Final = 1 << 30
 KEPT: Final = (
@@ -120,6 +119,8 @@ def _remote(to: Translation, name: str, value: Any) -> None:
     if scheme in SCHEMES:
         to.settings["storage"] = f"{SCHEMES[scheme]}://{rest}"
     else:
+        from kvtier.tiers.row import STORES
+
         kinds = "://, ".join(sorted(STORES))
         to.note(name, f"kvtier has no store of the kind {scheme!r}; it has {kinds}://")
 
