@@ -179,12 +179,13 @@ class WarmCopier:
             return self._near.put(names, arrived.pick(at), timeout_s)
 
         write = self._calls[warm.near, "write"].submit(put, some, size, urgent=False)
-        if not _ended(write) or write.lost:
+        if not _ended(write) or len(write.lost) == len(some):
             return False
+        written = [key for at, key in enumerate(some) if at not in write.lost]
         # What was deleted between read and write must not come back.
-        if deleted := self._where(ABSENT, warm.far, self._far, some):
+        if deleted := self._where(ABSENT, warm.far, self._far, written):
             self._on_find_lane(warm.near, lambda: self._near.drop(deleted, for_good=True))
-        num = len(some) - len(deleted)
+        num = len(written) - len(deleted)
         self._num_blocks += num
         with self._lock:
             self._done.append(Warmed(warm.near, num, num * size))
