@@ -192,6 +192,7 @@ def _held() -> tuple[int, set[str]]:
     return threading.active_count(), found
 
 
+@pytest.mark.nightly  # it waits for idle connections
 def test_ten_thousand_operations_leave_nothing_behind_at_a_bucket(bucket: Bucket) -> None:
     """Over many tiers, many calls of one tier, and calls that are too late."""
 
