@@ -158,7 +158,7 @@ def make_storage(
     memory: Memory | None,
     coding: CodingConfig = DEFAULT_CODING,
     tenant: str = "",
-    engine: str = "",
+    title: str = "",
 ) -> StorageTier:
     """Make the tier that ``storage="name=plug-in:place"`` asks for.
 
@@ -168,13 +168,14 @@ def make_storage(
         capacity_bytes: capacity of the tier.
         memory: host memory that most blocks are read into and written from, if any.
         coding: codec and keys. A node has its own.
-        tenant, engine: tenant and name of the engine in a node.
+        tenant: tenant in a node.
+        title: name of the engine for display in a node.
 
     Raises:
         ConfigError: the plug-in makes something other than a storage tier.
     """
     name, plugin, rest = split_storage(location)
-    site = StorageSite(name, rest, group, capacity_bytes, memory, coding, tenant, engine=engine)
+    site = StorageSite(name, rest, group, capacity_bytes, memory, coding, tenant, title=title)
     make = load_plugin("tiers", plugin)
     tier = make(site) if plugin in CODE_THEMSELVES else open_coded(make, site)
     if not isinstance(tier, StorageTier):

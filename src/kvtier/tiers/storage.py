@@ -107,7 +107,7 @@ class StorageSite:
     coding: codec and keys, for kvtier's own tiers, whose formats name them. Blocks of other tiers
         are encoded and decoded outside, by ``CodedTier``.
     tenant: tenant in a node; "" for the default one.
-    engine: name of the engine in a node; "" if it has none.
+    title: name of the engine for display in a node; "" if it has none.
     sizes_vary: whether blocks may be shorter than those of ``group``. A tier that can keep them
         says so by ``StorageFacts.sizes_vary``; others get blocks of full length. If it is False, a
         stored block of another length is damaged.
@@ -121,7 +121,7 @@ class StorageSite:
     coding: CodingConfig = DEFAULT_CODING
     tenant: str = ""
     sizes_vary: bool = False
-    engine: str = ""
+    title: str = ""
 
 
 class KeptKeys:

@@ -156,7 +156,7 @@ def test_figures_of_requests_stay_as_they_are_after_the_last_one() -> None:
         assert plain["saved"]["seconds_per_s"] == seen.saved.seconds_per_s
         assert plain["quiet_s"] == at_s - last_s
         assert plain["minute"] == "in the minute before the last request"
-    assert plain["requests"]["per_s"] == 0.0, "what happens now is told as it is"
+    assert plain["requests"]["per_s"] == 0.0, "it is a figure of now"
     assert plain["charts"]["ttft"] == {"mean": None, "p95": None}, "no line without requests"
     assert plain["charts"]["saved"] == {"saved": 0.0}
     plain = history.look(reading(240.0, served(41, 61.0, 21, 21_000)))
@@ -192,11 +192,11 @@ def test_an_hour_of_charts_never_grows_and_has_the_last_hour() -> None:
         assert shown["saved"] == {"saved": None}
         hour.add(10.0 * at + 2, {"found": {"tenant 0": -1.0}})  # too soon
     assert hour._values.nbytes == num_bytes
-    told = json.loads(json.dumps(hour.as_json(10_000.0), allow_nan=False))
-    assert (told["ages_s"][0], told["ages_s"][-1], len(told["ages_s"])) == (3600.0, 10.0, 360)
-    assert sum(map(len, told["charts"].values())) == 64
-    assert told["charts"]["found"]["tenant 0"][-1] == 999.0
-    assert told["charts"]["found"]["tenant 0"][160] is None, "there was no tenant then"
+    kept = json.loads(json.dumps(hour.as_json(10_000.0), allow_nan=False))
+    assert (kept["ages_s"][0], kept["ages_s"][-1], len(kept["ages_s"])) == (3600.0, 10.0, 360)
+    assert sum(map(len, kept["charts"].values())) == 64
+    assert kept["charts"]["found"]["tenant 0"][-1] == 999.0
+    assert kept["charts"]["found"]["tenant 0"][160] is None, "there was no tenant then"
 
 
 def test_a_series_keeps_its_place_among_those_of_its_chart() -> None:

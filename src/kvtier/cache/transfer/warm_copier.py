@@ -1,4 +1,4 @@
-"""Copies the hottest blocks of a store into a directory in front of it, behind all requests."""
+"""Copies the hottest blocks of a store into a directory in front of it, while tiers are idle."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ logger = logging.getLogger(__name__)
 
 ABSENT = Outcome.ABSENT
 REST_SHARE: Final = 1.0
-"""Rest after each batch, in multiples of the time that it took. So at most half of what one reader
-of the store can read is used; an option of its URL, ``bytes_per_s``, limits it further."""
+"""Pause after each batch, in multiples of its duration. So the copy takes at most half of the
+bandwidth of one reader. The option ``bytes_per_s`` of the URL limits it further."""
 LOOK_S: Final = 0.01
+"""Interval at which it checks whether the tiers are idle."""
 MAX_FAILED: Final = 3
-"""Batches in a row that may fail."""
+"""Number of consecutive failed batches after which the copy ends."""
 CLOSE_S: Final = 5.0
 FIND_S: Final = 10.0
-"""Time limit of a look-up, which no request waits for."""
+"""Time limit of a look-up. No request waits for it."""
 NAMESPACE: Final = b""
 """Stores find blocks by their keys alone."""
 
@@ -90,7 +91,7 @@ class WarmCopier:
         return done
 
     def close(self) -> None:
-        """End soon. Call it before the lanes are closed."""
+        """Stop after the current batch. Call it before the lanes are closed."""
         self._ending.set()
         with suppress(Exception):  # the thread uses it meanwhile
             self._keeper.close()
@@ -148,7 +149,7 @@ class WarmCopier:
         return "" if has_any else f"the store has no blocks of {size} bytes that can be read here"
 
     def _wait_for_idle(self) -> bool:
-        """Wait until no request reads from the stores. Return False if the process ends."""
+        """Wait until the tiers are idle. Return False if the process ends."""
         kinds = (self._warm.far, "read"), (self._warm.near, "read"), (self._warm.near, "write")
         lanes = [self._calls[kind].lane for kind in kinds]
         while not self._ending.is_set() and not all(lane.is_idle for lane in lanes):
@@ -217,7 +218,7 @@ def _ended(job: Job) -> bool:
 
 
 def _store_of(tier: StorageTier) -> StorageTier:
-    """Return the store below the shards of a rank: its keys are those that its keeper lists."""
+    """Return the store itself, without ``ShardTier``: a keeper lists the keys of the store."""
     while isinstance(tier, ShardTier):
         tier = tier.inner
     return tier

@@ -415,7 +415,7 @@ class NodeClient:
         path: of the node's socket.
         tenant: see ``AttachRequest``.
         engine: name of the engine, the same in all of its processes; a new one by default.
-        title: what people call the engine; "" if they have no name for it.
+        title: name of the engine for display, with model and port; "" if it has none.
     """
 
     def __init__(self, path: Path, tenant: str = "", engine: str = "", title: str = "") -> None:

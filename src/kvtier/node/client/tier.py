@@ -47,7 +47,7 @@ def make_node(site: StorageSite) -> NodeTier:
         raise ConfigError(
             "node: the socket has no absolute path; write it as in /run/kvtier/node.sock"
         )
-    return NodeTier(site, NodeClient(path, site.tenant, title=site.engine))
+    return NodeTier(site, NodeClient(path, site.tenant, title=site.title))
 
 
 class NodeTier(StorageTier):

@@ -55,10 +55,10 @@ HEXADECIMAL = re.compile("[0-9a-fA-F]*")
 class EngineState:
     """State of an attached engine.
 
-    title: what people call it; "" if they have no name for it. slots: how many it reads or writes.
-    waiting: its requests that wait for storage or for another engine. failures, pauses: its calls
-    without an answer in time, and how often its breaker opened after them, as it has reported by
-    now.
+    title: its name for display, with model and port; "" if it has none. slots: number of slots that
+    it reads or writes. waiting: its requests that wait for storage or for another engine. failures,
+    pauses: its calls without an answer in time, and how often its breaker opened after them, as it
+    has reported by now.
     """
 
     name: str

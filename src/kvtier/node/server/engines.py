@@ -294,7 +294,7 @@ class AttachedEngine:
         clients: clients by name, until they are known to have ended.
         partitions: slots that it uses, by the partition's number.
         costs: what it has measured, by the partition's number.
-        title: what people call it; "" if they have no name for it.
+        title: its name for display, with model and port; "" if it has none.
         num_waiting: its requests that wait.
         num_failures: sum over its ``ReportNotice``.
         num_pauses: sum over its ``ReportNotice``.

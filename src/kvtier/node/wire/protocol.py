@@ -98,7 +98,7 @@ class AttachRequest(Message):
         engine: name of the engine, the same in all of its processes.
         tenant: whose quota counts; engines of different tenants never share a block.
         client: name of the client, the same for all connections of one ``NodeClient``.
-        title: what people call the engine; several may have the same.
+        title: name of the engine for display, with model and port; need not be unique.
 
     Work: one small file.
     """

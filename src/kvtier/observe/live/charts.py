@@ -1,4 +1,4 @@
-"""Values of the page's charts, and their last hour, which outlasts every page."""
+"""Values of the page's charts, and the last hour of them, which the server keeps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvtier.observe.live.picture import Picture
 EVERY_S = 10.0
 """Time between two values of a series."""
 NUM_POINTS = 360
-"""Values of a series: one hour."""
+"""Number of values of a series: one hour."""
 MAX_SERIES = 64
-"""Most series of all charts of a server. Those that appear later are shown while they change, and
-not kept."""
+"""Largest number of series that are kept, of all charts of a server. A series that appears later is
+shown only from the moment at which a page is opened."""
 MAX_QUIET_S = 60.0
-"""Figures of requests are not drawn for longer than this without a request."""
+"""Time after the last request at which the lines of request figures end."""
 
 Values = Mapping[str, Mapping[str, float | None]]
 """Values by the name of a chart, and of a series in it; None if unknown."""
@@ -52,8 +52,8 @@ def _times(is_quiet: bool, mean: float | None, p95: float | None) -> dict[str, f
 class ChartHour:
     """Values of all series in the last hour.
 
-    It never grows: ``MAX_SERIES`` rows of ``NUM_POINTS`` values of 4 bytes, 92,160 bytes, are
-    allocated at once. The oldest value is overwritten.
+    Its memory is allocated once: ``MAX_SERIES`` rows of ``NUM_POINTS`` values of 4 bytes, 92,160
+    bytes in all. A new value overwrites the oldest one.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class ChartHour:
         self._num_rows = 0
 
     def add(self, at_s: float, values: Values) -> Values:
-        """Keep the values of a moment, unless the last ones are younger than ``EVERY_S``.
+        """Store the values of a moment, unless the last ones are younger than ``EVERY_S``.
 
         Returns them with the series of each chart in the order of their first appearance, which
         gives a series the same colour on every page.
@@ -93,7 +93,7 @@ class ChartHour:
         }
 
     def as_json(self, now_s: float) -> dict[str, Any]:
-        """Return for ``json.dumps`` the age of each moment, oldest first, and a list per series."""
+        """Return the age of each moment, oldest first, and the values of each series, for JSON."""
         end = self._num_points
         columns = [at % NUM_POINTS for at in range(max(0, end - NUM_POINTS), end)]
         return {

@@ -44,10 +44,10 @@ def mean(first: Reading, now: Reading, histogram: str) -> float | None:
 
 
 def quantile(first: Reading, now: Reading, histogram: str, part: float) -> float | None:
-    """Return the time below which a share of the times that were added stayed.
+    """Return a quantile of the times that were added. part: 0.95 for the 95th percentile.
 
-    Like Prometheus, it takes times as evenly spread within a bucket. None if there were too few;
-    infinite for the last bucket.
+    As in Prometheus, times are assumed to be evenly spread within a bucket. None if there were too
+    few; infinite for the last bucket.
     """
     name, num = f"{histogram}_bucket", grown(first, now, f"{histogram}_count")
     if num is None or num * (1 - part) < LEAST_BEYOND[part] - 1e-6:

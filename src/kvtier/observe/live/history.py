@@ -76,7 +76,7 @@ class History:
     def look(self, reading: Reading) -> dict[str, Any]:
         """Add a reading. Return the picture as plain data, with the values of its charts.
 
-        minute: what the busy minute is called.
+        ``minute`` in it is the name of the busy minute, see ``questions.minute``.
         """
         self.add(reading)
         picture = self.picture()

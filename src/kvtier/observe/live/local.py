@@ -17,7 +17,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 class LocalServer(ThreadingHTTPServer):
     """Serves the page and the picture of ``watched``. port: 0 for any free one.
 
-    It also looks without viewers, so that the charts of the last hour have no gaps.
+    It also reads the metrics without viewers, so that the last hour of the charts has no gaps.
 
     On a loopback address it answers only requests whose Host header is a loopback name, to prevent
     DNS rebinding.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvtier.core.types import DEVICE
 from kvtier.observe.live.dialects import KVTIER, NODE
 from kvtier.observe.live.picture import NodePicture, PageAnswer, Picture, Tier
-from kvtier.observe.live.wording import TOO_FEW, count, seconds, share, size
+from kvtier.observe.live.wording import TOO_FEW, count, engines, seconds, share, size
 
 LONG_QUEUE_S = 0.5
 """Least queueing delay that is reported as slow."""
@@ -57,10 +57,8 @@ def _worth(picture: Picture) -> PageAnswer:
         text += f" Since its start the server saved {seconds(saved.seconds)} of prefill time, less "
         text += "the time spent loading"
         if saved.seconds_per_s is not None and picture.window_s >= 10:
-            num = f"{saved.seconds_per_s:.2g}"
-            engines = f"{num} engine{'s' * (num != '1')} like this"
             when = minute(picture) if recent is None else "in that minute"
-            text += f"; {when} as much as {engines} compute"
+            text += f"; {when} as much as {engines(saved.seconds_per_s)} like this compute"
         text += "."
     elif saved.tokens:
         text += f" Since its start {count(saved.tokens)} prompt tokens were not recomputed."
@@ -70,7 +68,7 @@ def _worth(picture: Picture) -> PageAnswer:
 
 
 def minute(picture: Picture) -> str:
-    """Return how the busy minute is called at the moment of a picture."""
+    """Return the words for the busy minute at the moment of a picture."""
     is_now = picture.quiet_s is None or picture.quiet_s < QUIET_S
     return "in the last minute" if is_now else "in the minute before the last request"
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.observe.live.scrape import ScrapeResult
-from kvtier.observe.live.wording import TOO_FEW, count, seconds, share, size
+from kvtier.observe.live.wording import TOO_FEW, count, engines, seconds, share, size
 
 STATES = {
     0: Text("in use", "green"),
@@ -65,15 +65,15 @@ class Column:
 class Columns:
     """Table that is continued below itself where the terminal is too narrow for it.
 
-    num_names: first columns, which are repeated there. A state is shown if there is any.
+    num_names: number of first columns, which are repeated there.
     """
 
     def __init__(self, *columns: Column, num_names: int = 1) -> None:
-        self._columns = [each for each in columns if each.head != "state" or any(each.cells)]
+        self._columns = columns
         self._num_names = num_names
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns, most = self._columns, options.max_width
+        columns, most = [*self._columns], options.max_width
         if _width(columns, console) > most:
             columns = [column for column in columns if not column.is_spare]
         names, rest = columns[: self._num_names], columns[self._num_names :]
@@ -155,11 +155,8 @@ def _saved(saved: Mapping[str, Any]) -> str:
     if saved["seconds"] is None:
         return "–"
     text = seconds(saved["seconds"])
-    engines = saved["seconds_per_s"]
-    if engines is None:
-        return text
-    num = f"{engines:.2g}"
-    return f"{text} (now {num} engine{'s' * (num != '1')})"
+    rate = saved["seconds_per_s"]
+    return text if rate is None else f"{text} (now {engines(rate)})"
 
 
 def _time(mean: float | None, p95: float | None) -> str:
@@ -174,6 +171,7 @@ def _tiers(picture: Mapping[str, Any]) -> Columns:
     tiers = picture["tiers"]
     hits = {each["tier"]: each["recent"] for each in picture["hits"]}
     fills = [tier["fill"] for tier in tiers]
+    states = [STATES.get(tier["left_alone"], "") for tier in tiers]
     return Columns(
         Column("tier", [Text(tier["name"]) for tier in tiers]),
         Column("hit share", [_share(hits.get(tier["name"])) for tier in tiers]),
@@ -199,7 +197,7 @@ def _tiers(picture: Mapping[str, Any]) -> Columns:
         ),
         Column("damaged", [count(tier["damaged"]) for tier in tiers], "right"),
         Column("audited", [_audited(tier) for tier in tiers], "right"),
-        Column("state", [STATES.get(tier["left_alone"], "") for tier in tiers]),
+        *([Column("state", states)] if any(states) else ()),
     )
 
 

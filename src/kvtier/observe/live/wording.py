@@ -45,6 +45,12 @@ def count(value: float | None) -> str:
     return f"{value:.0f}"
 
 
+def engines(seconds_per_s: float) -> str:
+    """Format saved seconds per second as the number of engines that would be busy: 0.28 engines."""
+    num = f"{seconds_per_s:.2g}"
+    return f"{num} engine{'s' * (num != '1')}"
+
+
 def size(num_bytes: float | None, digits: int = 3) -> str:
     """Format a size in powers of 1024."""
     if num_bytes is None:

@@ -1,4 +1,4 @@
-"""Settings of a warm start, and the directory that it copies into: its turn and its room."""
+"""Settings of a warm start, and the directory into which it copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvtier.tiers.remote.pruning import SCHEMES, make_keeper
 from kvtier.tiers.row import split_storage
 
 COUNTED: Final = 1 / 4
-"""The directory is counted again when so much of its free slack was copied."""
+"""Share of the free slack that is copied before the files are counted again."""
 LOCK_DIGITS: Final = 16
 EXAMPLE: Final = 'storage "dir:///var/kv?capacity=300GiB" and then "s3://bucket/kv"'
 
@@ -33,7 +33,7 @@ class WarmStart:
     """A copy at the start: the hottest blocks of one store, into the directory in front of it.
 
     far, near: names of the tiers. far_url, near_url: their URLs, in which a password may be.
-    max_bytes: most bytes of the blocks, with those that are there already.
+    max_bytes: largest size of all copied blocks, including those that the directory has already.
     """
 
     far: str
@@ -74,7 +74,7 @@ def warm_start_of(stores: Sequence[str], warm_start: str | int) -> WarmStart | N
 
 
 class WarmDirectory:
-    """The directory of a warm start. One process copies from one store into it, blocks of one size.
+    """The directory of a warm start, with a lock for one copying process per store and block size.
 
     url: of the directory. Raises ``ConfigError`` for one of something else.
     """
@@ -94,9 +94,9 @@ class WarmDirectory:
         self._lock = -1
 
     def lock(self, far_url: str, block_bytes: int) -> bool:
-        """Take the turn to copy from a store until ``close``, or the end of the process.
+        """Lock the copy of a store until ``close``, or the end of the process.
 
-        Returns False if another process has it: an engine of this machine, or another rank.
+        Returns False if another process has the lock: an engine of this machine, or another rank.
         """
         digest = blake3(repr(place_of(far_url)).encode()).hexdigest()[:LOCK_DIGITS]
         path = self._root / f".warm-{digest}-{block_bytes}"
@@ -112,8 +112,8 @@ class WarmDirectory:
     def reserve(self, num_bytes: int) -> bool:
         """Return whether so many bytes can be copied without anything being deleted for them.
 
-        The files are counted now and then, since requests store there, too. Raises ``CacheError``
-        if the directory can't be read.
+        Files are counted repeatedly, since requests write to the directory, too. Raises
+        ``CacheError`` if the directory can't be read.
         """
         if not self._capacity:
             return True
@@ -128,7 +128,7 @@ class WarmDirectory:
             return True
 
     def close(self) -> None:
-        """Give the turn back."""
+        """Release the lock."""
         self._keeper.close()
         if self._lock >= 0:
             with suppress(OSError):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from math import inf
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from kvtier.tiers.remote.migration import Migrated
     from kvtier.tiers.remote.pruning import Contents, Pruned
 
+Codec = Annotated[str, typer.Option(help="Codec to store with: none, lossless, or a plug-in.")]
+
 app = CommandLine()
+
+
+def key_option(text: str) -> Any:
+    """Return an option for encryption keys. text: its help."""
+    return typer.Option(help=text, show_default="KVTIER_ENCRYPTION_KEY in the environment, if set")
+
 
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -123,24 +131,15 @@ def migrate(
             help='URL of the store to copy to: "s3://bucket/kv".',
         ),
     ],
-    codec: Annotated[
-        str, typer.Option(help="Codec to store with: none, lossless, or a plug-in.")
-    ] = "none",
+    codec: Codec = "none",
     encryption_key: Annotated[
         str,
-        typer.Option(
-            help='Keys to store with: "file:/path", "env:NAME" or "command:program arguments"; '
-            "none to store unencrypted.",
-            show_default="KVTIER_ENCRYPTION_KEY in the environment, if set",
+        key_option(
+            'Keys to store with: "file:/path", "env:NAME" or "command:program arguments"; '
+            "none to store unencrypted."
         ),
     ] = "",
-    from_encryption_key: Annotated[
-        str,
-        typer.Option(
-            help="Keys of the blocks to copy.",
-            show_default="KVTIER_ENCRYPTION_KEY in the environment, if set",
-        ),
-    ] = "",
+    from_encryption_key: Annotated[str, key_option("Keys of the blocks to copy.")] = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show how many blocks would be copied.")
     ] = False,

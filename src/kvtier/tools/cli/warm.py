@@ -8,7 +8,7 @@ import typer
 
 from kvtier.tools.cli.api_keys import take_key_source
 from kvtier.tools.cli.output import AsJson
-from kvtier.tools.cli.remote import tell_migrated
+from kvtier.tools.cli.remote import Codec, key_option, tell_migrated
 
 
 def warm(
@@ -26,24 +26,21 @@ def warm(
         ),
     ],
     max_bytes: Annotated[str, typer.Option("--bytes", help='Most bytes of KV to copy: "200GiB".')],
-    codec: Annotated[
-        str, typer.Option(help="Codec to store with: none, lossless, or a plug-in.")
-    ] = "none",
+    codec: Codec = "none",
     encryption_key: Annotated[
         str,
-        typer.Option(
-            help='Keys of both stores: "file:/path", "env:NAME" or "command:program arguments"; '
-            "none for no encryption.",
-            show_default="KVTIER_ENCRYPTION_KEY in the environment, if set",
+        key_option(
+            'Keys of both stores: "file:/path", "env:NAME" or "command:program arguments"; '
+            "none for no encryption."
         ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Copy what is hottest in a store into a directory of this machine, for replicas that start.
 
-    Blocks that were used last come first; where a store does not know uses, those that were written
-    last. Replicas may run meanwhile. A directory with a capacity is filled, and nothing in it is
-    deleted for it.
+    The blocks that were used last are copied first, or, in a store that does not record uses, those
+    that were written last. Replicas may run meanwhile. Nothing in the directory is deleted to make
+    room.
 
     Exits with 1 if some blocks could not be copied, with 2 if a store can't be used or reached.
     """

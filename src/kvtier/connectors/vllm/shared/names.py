@@ -52,7 +52,7 @@ class EngineFacts:
         is_canonical: blocks have the layout that vLLM calls canonical.
         any_size: stores have blocks in shards that do not depend on the ranks.
         publishes_events: vLLM wants to hear which blocks are cached.
-        model: name of the model, for people.
+        model: name of the model, for display.
     """
 
     groups: tuple[GroupFacts, ...]

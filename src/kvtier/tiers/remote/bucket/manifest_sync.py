@@ -194,7 +194,7 @@ class ManifestSync:
             await self.follow()
 
     async def read_all(self, skips_newest: bool = False) -> None:
-        """List the manifests, read those that are not known, and read the log to its end.
+        """List the manifests, read the unknown ones, and read the log to its end.
 
         skips_newest: do not read manifests that are so new that the merger has yet to copy them
             into the log.
@@ -237,7 +237,7 @@ class ManifestSync:
         return found.covered_ns / 1e9 if found is not None and found.covered_ns else float("inf")
 
     async def list_manifests(self) -> list[Listed]:
-        """List all manifests. Those that do not exist any more are forgotten."""
+        """List all manifests, and forget those that were deleted."""
         known = [self.read, self.logged, self.not_understood]
         before = [set(paths) for paths in known]
         listed = await self._objects.listed("manifests")
