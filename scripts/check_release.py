@@ -2,7 +2,8 @@
 
     python scripts/check_release.py
 
-Builds both with what the release workflow builds with, looks at what is in them, makes the wheel's
+Builds both with what the release workflow builds with, and the wheel of the built-in model, which
+the first one does without (``scripts/tiny``). Looks at what is in them, and makes the wheel's
 bill of materials (``scripts/sbom.py``), and installs the wheel into an empty environment in which
 no program but its own is found, so no compiler either. There ``kvtier doctor`` must see the native
 core, and the demo must pass. Then the source distribution is installed in its place: without a
@@ -16,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -90,17 +92,21 @@ class Environment:
         return found
 
 
-def build() -> tuple[Path, Path]:
-    """The source distribution, and the wheel that is made of it and of nothing else."""
+def build() -> tuple[Path, Path, Path]:
+    """The source distribution, the wheel that is made of it alone, and that of the model."""
     shutil.rmtree(DIST, ignore_errors=True)
     tools = BUILD / "tools"
     if not (tools / "bin/cyclonedx-py").exists():
         run(sys.executable, "-m", "venv", "--clear", tools)
         run(tools / "bin/python", "-m", "pip", "install", "--quiet", *pip_arguments(), *TOOLS)
     say("source distribution, and a wheel of it")
-    run(tools / "bin/python", "-m", "build", "--outdir", DIST, ROOT)
+    publishing = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
+    settings = [f"-C{name}={value}" for name, value in publishing["config-settings"].items()]
+    run(tools / "bin/python", "-m", "build", "--outdir", DIST, *settings, ROOT)
     (sdist,), (wheel,) = DIST.glob("*.tar.gz"), DIST.glob("*.whl")
-    print(run(tools / "bin/twine", "check", "--strict", sdist, wheel).strip())
+    run(tools / "bin/python", "-m", "build", "--wheel", "--outdir", DIST, ROOT / "scripts/tiny")
+    (model,) = DIST.glob("kvtier_tiny-*.whl")
+    print(run(tools / "bin/twine", "check", "--strict", sdist, wheel, model).strip())
     print(run(tools / "bin/check-wheel-contents", wheel).strip())
     env = {**os.environ, "PATH": f"{tools / 'bin'}:{os.environ['PATH']}"}
     print(" ".join(run(tools / "bin/auditwheel", "show", wheel).split()))
@@ -113,10 +119,21 @@ def build() -> tuple[Path, Path]:
     bill = BUILD / "kvtier.cdx.json"
     run(tools / "bin/python", ROOT / "scripts/sbom.py", wheel, bill)
     print(bill, f"{len(json.loads(bill.read_text())['components'])} components")
-    return sdist, wheel
+    print(model.name, f"{model.stat().st_size / 2**20:.1f} MiB")
+    return sdist, wheel, model
 
 
 PINNED: tuple[str | Path, ...] = ("--only-binary=:all:", "-c", ROOT / "constraints.txt")
+
+
+NO_MODEL = """
+from kvtier.core.errors import ConfigError
+from kvtier.serve.engine.model_names import DEFAULT, find_model
+try:
+    print(find_model(DEFAULT))
+except ConfigError as error:
+    print(error)
+"""
 
 
 def try_core(place: Environment, wheel: Path) -> None:
@@ -130,9 +147,14 @@ def try_core(place: Environment, wheel: Path) -> None:
     print(place.run("python", ROOT / "examples/facade.py").strip())
 
 
-def try_demo(place: Environment, wheel: Path) -> None:
-    say("with the engine: the demo")
+def try_demo(place: Environment, wheel: Path, model: Path) -> None:
+    say("with the engine and the built-in model: the demo")
     place.install(*PINNED, f"kvtier[engine] @ {wheel.as_uri()}")
+    refused = place.run("python", "-c", NO_MODEL).strip()
+    print(refused)
+    if "pip install kvtier-tiny" not in refused:
+        sys.exit("the wheel has the built-in model, or does not say how to get it")
+    place.install(model)
     place.run("python", "-m", "pip", "check")
     result = place.home / "demo.json"
     print(place.run("kvtier", "bench", "serve", "--quick", "--json", result).strip())
@@ -151,11 +173,11 @@ def try_sdist(place: Environment, sdist: Path) -> None:
 
 
 def main() -> None:
-    sdist, wheel = build()
+    sdist, wheel, model = build()
     place = Environment(BUILD / "environment")
     place.make()
     try_core(place, wheel)
-    try_demo(place, wheel)
+    try_demo(place, wheel, model)
     try_sdist(place, sdist)
 
 

@@ -10,8 +10,10 @@ ARG VLLM=vllm/vllm-openai:v0.32.0
 FROM ${VLLM} AS build
 WORKDIR /src
 COPY . .
+# Without the built-in model, which only kvtier's own server has a use for.
 RUN python3 -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels \
-    --config-settings=cmake.define.KVTIER_NATIVE=ON .
+    --config-settings=cmake.define.KVTIER_NATIVE=ON \
+    --config-settings='wheel.exclude=kvtier/serve/engine/builtin/**' .
 
 FROM ${VLLM}
 # What kvtier needs beside vLLM is small; vLLM's own versions of the rest stay.

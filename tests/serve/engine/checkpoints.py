@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvtier.serve.engine.model_names import BUILTIN
-from kvtier.serve.engine.models import DEFAULT
+from kvtier.serve.engine.model_names import BUILTIN, DEFAULT
 
 BLANK = "\u2581"
 

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from kvtier.core.errors import ConfigError
-from kvtier.serve.engine.model_names import BUILTIN
-from kvtier.serve.engine.models import DEFAULT, choose_dtype, load_model
+from kvtier.serve.engine.model_names import BUILTIN, DEFAULT
+from kvtier.serve.engine.models import choose_dtype, load_model
 from kvtier.serve.engine.random_models import random_config
 from kvtier.serve.engine.tokenizer import Tokenizer
 

@@ -10,6 +10,8 @@ from kvtier.core.system.user_paths import user_path
 from kvtier.serve.engine.hub import download, is_hub_name
 
 BUILTIN = Path(__file__).parent / "builtin"
+DEFAULT = "kvtier-tiny"
+"""The built-in model, and the package with it where kvtier was installed without."""
 
 
 class RandomName(StrEnum):
@@ -36,6 +38,12 @@ def find_local(name: str, revision: str = "") -> Path | RandomName | None:
     """Return what ``find_model`` does, or None for a name of the hub; nothing is downloaded."""
     directory = BUILTIN / name if (BUILTIN / name).is_dir() else user_path(name)
     is_random = name in list(RandomName)
+    has_builtin = (BUILTIN / DEFAULT).is_dir()
+    if not has_builtin and (is_random or (name == DEFAULT and not directory.exists())):
+        raise ConfigError(
+            f"model: {name!r} needs the package {DEFAULT}, which is not installed: pip install "
+            f"{DEFAULT}, or give a local directory or a name of the Hugging Face hub (OWNER/NAME)"
+        )
     if not (is_random or directory.exists()) and is_hub_name(name):
         return None
     if revision:

@@ -25,7 +25,7 @@ from kvtier.serve.engine.checkpoint import (
     read_weights,
 )
 from kvtier.serve.engine.layer_runner import LayerProfile
-from kvtier.serve.engine.model_names import BUILTIN, RandomName, find_local, find_model
+from kvtier.serve.engine.model_names import BUILTIN, DEFAULT, RandomName, find_local, find_model
 from kvtier.serve.engine.profile import SERVED_LAYERS, MeasuredModel, measure, refuse_layers
 from kvtier.serve.engine.random_models import random_config, random_module
 from kvtier.serve.engine.tokenizer import Tokenizer
@@ -34,8 +34,6 @@ from kvtier.serve.engine.tokenizer import Tokenizer
 disable_progress_bar()  # type: ignore[no-untyped-call]
 
 logger = logging.getLogger(__name__)
-
-DEFAULT = "kvtier-tiny"
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
