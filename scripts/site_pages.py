@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # a hook is loaded by its path
+from scripts.peers import SGLANG_VERSION, VLLM_VERSION  # noqa: E402
+
 DOCS = "docs/"
 BROUGHT = {
     "CHANGELOG.md": "changes.md",
@@ -37,8 +41,15 @@ MARK = re.compile(r"^<!--.*?-->\n", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave out of the navigation what nobody has written yet."""
+    """Name versions below each page, and leave missing pages out of the navigation."""
     config.nav = _there(config.nav, Path(config.docs_dir))
+    source = (ROOT / "src/kvtier/__init__.py").read_text(encoding="utf-8")
+    version = re.search(r'__version__ = "(.+)"', source)
+    assert version is not None
+    config.copyright = (
+        f"kvtier {version[1]}. The tests of this version ran the commands of these pages; those of "
+        f"engines with vLLM {VLLM_VERSION} and SGLang {SGLANG_VERSION}."
+    )
     return config
 
 

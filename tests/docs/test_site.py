@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtier
 from tests.docs.pages import ROOT
 
 SITE = ROOT / "build/site"
@@ -64,6 +65,7 @@ def test_pages_that_lie_outside_of_docs_are_there_and_marks_are_not() -> None:
         text = path.read_text(encoding="utf-8")
         assert "<!-- not run" not in text, path
         assert "<!-- prints" not in text, path
+        assert f"kvtier {kvtier.__version__}. The tests" in text or path.name == "404.html", path
 
 
 def test_search_knows_the_symptoms() -> None:
