@@ -144,9 +144,9 @@ class ModelOfS3(ObjectStore):
 
     def __init__(self, requests: Requests) -> None:
         self.requests = requests
-        self._objects: dict[str, tuple[bytes, float]] = {}
-        self._names: dict[str, list[str]] = defaultdict(list)
-        """Sorted, by folder."""
+        self._objects: dict[str, bytes] = {}
+        self._listed: dict[str, list[Listed]] = defaultdict(list)
+        """By folder, sorted by path."""
 
     async def _take(self, verb: str, num: int = 1) -> None:
         limited = "GET" if verb == "GET" else "PUT"
@@ -162,30 +162,25 @@ class ModelOfS3(ObjectStore):
 
     async def put(self, path: str, content: object, create: bool = False) -> None:
         await self._take("PUT")
-        if path in self._objects:
-            if create:
-                raise Taken
-        else:
-            names = self._names[path.partition("/")[0]]
-            names.insert(bisect_left(names, path), path)
-        self._objects[path] = bytes(content), asyncio.get_running_loop().time()  # type: ignore[call-overload]
+        if create and path in self._objects:
+            raise Taken
+        self._objects[path] = bytes(content)  # type: ignore[call-overload]
+        written_s = float(int(asyncio.get_running_loop().time()))
+        folder, at = self._place(path)
+        is_there = at < len(folder) and folder[at].path == path
+        folder[at : at + is_there] = [Listed(path, len(self._objects[path]), written_s)]
 
     async def get(self, path: str) -> bytes:
         await self._take("GET")
         if path not in self._objects:
             raise Missing
-        return self._objects[path][0]
+        return self._objects[path]
 
     async def part(self, path: str, start: int, end: int) -> memoryview:
         return memoryview(await self.get(path))[start:end]
 
     async def listed(self, path: str) -> list[Listed]:
-        names = self._names[path]
-        found = [
-            Listed(name, len(content), float(int(written_s)))
-            for name in names
-            for content, written_s in [self._objects[name]]
-        ]
+        found = list(self._listed[path])
         await self._take("LIST", 1 + len(found) // PAGE)
         return found
 
@@ -194,14 +189,19 @@ class ModelOfS3(ObjectStore):
             await self._take("DELETE", 1 + (len(paths) - 1) // PAGE)
         for path in paths:
             if self._objects.pop(path, None) is not None:
-                names = self._names[path.partition("/")[0]]
-                del names[bisect_left(names, path)]
+                folder, at = self._place(path)
+                del folder[at]
 
     def explain(self, error: Refused | Unsound) -> str:
         return str(error)
 
     def num_objects(self, folder: str) -> int:
-        return len(self._names[folder])
+        return len(self._listed[folder])
+
+    def _place(self, path: str) -> tuple[list[Listed], int]:
+        """Return the list of an object's folder, and where the object is in it."""
+        folder = self._listed[path.partition("/")[0]]
+        return folder, bisect_left(folder, path, key=lambda listed: listed.path)
 
 
 class Watched(Catalogue):
