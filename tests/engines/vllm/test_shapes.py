@@ -3,7 +3,7 @@
 KVTIER_SHAPES: folder of models that were saved before (``python -m tests.engines.vllm.shapes``).
 Engines may then run in the process of the tests, in a third of the time
 (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): a model that is younger than its process is not shared. Not
-for ranks, and for engines that are killed.
+for ranks, and for engines that are killed. Engines that read directly have their own in any case.
 """
 
 from __future__ import annotations
@@ -166,6 +166,7 @@ def test_shape_comes_directly_from_disk_after_a_restart(
 ) -> None:
     shows(shape, "disk, direct", ONE)
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # vLLM's memory begins at a page
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # torch reads it once per process
     slab = str(tmp_path / "slab")
     config = own_connector(disk_path=slab, disk_capacity="64MiB", disk_direct="on", **SIZES)
     with started(config, shape, ONE, tmp_path) as llm:
