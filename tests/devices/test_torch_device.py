@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvtier.core.errors import DeviceError  # noqa: E402
-from kvtier.devices import Device  # noqa: E402
+from kvtier.devices import Device, Memory  # noqa: E402
 from kvtier.devices.torch_device import TorchDevice, tensor_memory  # noqa: E402
 from kvtier.layout import DType, full_attention, named_layout  # noqa: E402
 from kvtier.testing import MemoryTierSuite  # noqa: E402
@@ -54,3 +54,11 @@ def test_missing_device_is_refused_with_what_to_do() -> None:
         pytest.skip("this machine has the device")
     with pytest.raises(DeviceError, match="--device cpu"):
         TorchDevice("cuda")
+
+
+def test_memory_is_printed_without_its_bytes() -> None:
+    """A storage prints each byte: for an engine's tensors, a log line or traceback took hours."""
+    storage = torch.zeros(1 << 16, dtype=torch.uint8).untyped_storage()
+    assert len(repr(storage)) > storage.nbytes()
+    memory = Memory(storage.data_ptr(), storage.nbytes(), "cpu", storage)
+    assert len(repr(memory)) < 100

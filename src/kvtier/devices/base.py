@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -36,7 +36,7 @@ class Memory:
     address: int
     nbytes: int
     kind: str
-    owner: object
+    owner: object = field(repr=False)  # a storage of torch prints each of its bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm
 from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
@@ -89,6 +90,8 @@ OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "num_gpu_blocks_override
 
 def options_of(shape: str) -> dict[str, Any]:
     """Return vLLM's options for a model."""
+    if shape == "gpt-oss" and vllm.__version_tuple__[:2] < (0, 32):
+        return {**OPTIONS, "dtype": "bfloat16"}  # 0.28's kernel for the CPU takes no other sinks
     if shape not in ("falcon-h1", "qwen3-next"):
         return OPTIONS
     # vLLM's kernels for the CPU can't give a state from the middle of a step.
