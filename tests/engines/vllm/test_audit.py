@@ -23,6 +23,7 @@ from tests.engines.vllm.engines import (
 from tests.engines.vllm.test_lora import OPTIONS as LORA
 from tests.engines.vllm.test_lora import ask, make_adapter
 from tests.kit.nodes import running
+from tests.kit.waiting import wait_until
 
 MODULE = "tests.engines.vllm.auditing"
 ROPE = {"rope_type": "default", "rope_theta": 123.0}
@@ -56,15 +57,21 @@ class Found:
         self._capfd = capfd
         self._text = ""
 
-    def lines(self, llm: Any) -> list[tuple[str, int, int, int]]:
+    def lines(self, llm: Any, num: int = 0) -> list[tuple[str, int, int, int]]:
         """Return tier, first and worst token, and layer of each difference.
 
-        vLLM reports the counts of a step with a later answer.
+        A comparison ends some steps after its prompt, and vLLM reports the counts of a step with a
+        later answer. num: differences to wait for.
         """
-        run(llm, prompt(99, 20))
-        self._text += "".join(self._capfd.readouterr())
-        found = LINE.findall(self._text)
-        assert len(found) == audited("different") - self._before
+        found: list[Any] = []
+
+        def have_ended() -> bool:
+            run(llm, prompt(99, 20))
+            self._text += "".join(self._capfd.readouterr())
+            found[:] = LINE.findall(self._text)
+            return len(found) >= num and len(found) == audited("different") - self._before
+
+        wait_until(have_ended, f"{num} differences are reported")
         return [(tier, int(first), int(worst), int(layer)) for tier, first, worst, layer in found]
 
 
@@ -85,7 +92,7 @@ def test_what_was_stored_wrong_is_found(
         assert llm.reset_prefix_cache()
         cached = run(llm, some)[0][0]
         assert cached < num_blocks * BLOCK, "a part is computed"
-        ((tier, first, worst, _),) = found.lines(llm)
+        ((tier, first, worst, _),) = found.lines(llm, 1)
         assert (tier, first) == ("host", cached)
         if fault == "last token":
             assert worst % BLOCK == BLOCK - 1
@@ -93,7 +100,7 @@ def test_what_was_stored_wrong_is_found(
         assert run(llm, some)[0][0] == 0, "nothing that was stored before is used"
         assert llm.reset_prefix_cache()
         run(llm, some)
-        assert len(found.lines(llm)) == 2, "and what was stored since is wrong, too"
+        assert len(found.lines(llm, 2)) == 2, "and what was stored since is wrong, too"
         assert llm.reset_prefix_cache()
         for _ in range(2):
             assert run(llm, some)[0][0] == 0, "nothing is kept after a second difference"
@@ -112,7 +119,7 @@ def test_one_ranks_shard_of_another_block_is_found(
         run(llm, some)
         assert llm.reset_prefix_cache()
         run(llm, some)
-        assert len(found.lines(llm)) == 1
+        assert len(found.lines(llm, 1)) == 1
 
 
 @pytest.mark.timeout(600)
@@ -137,7 +144,7 @@ def test_kv_of_another_model_on_the_same_disk_is_found(
     with engine(config, **changes) as llm:
         found = Found(capfd)
         run(llm, some)
-        ((tier, *_),) = found.lines(llm)
+        ((tier, *_),) = found.lines(llm, 1)
         assert tier == "disk"
 
 
@@ -197,7 +204,7 @@ def test_without_a_fault_nothing_differs(
     small = {"host_capacity": "16MiB", "eviction_policy": "lru"}
     config = own_connector(**SIZES | small, disk_path=str(tmp_path), disk_capacity="256MiB")
     with engine(config, dtype=dtype) as llm:
-        for num in range(40, 44):
+        for num in range(40, 60):
             outcomes = serve_mixed(llm, num, capfd)
             assert outcomes["equal"] + outcomes["within_tolerance"] > 3
             assert outcomes["different"] == 0
