@@ -19,7 +19,7 @@ from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.bucket.catalogue import Catalogue
 from kvtier.tiers.remote.bucket.manifest_sync import ManifestSync
 from kvtier.tiers.remote.bucket.object_store import Missing, make_objects
-from kvtier.tiers.remote.bucket.opening import PackOptions
+from kvtier.tiers.remote.bucket.opening import PackFileOptions, PackOptions
 from kvtier.tiers.remote.bucket.pack_reader import PackReader
 from kvtier.tiers.remote.bucket.packs import PackCoding, PackShape, pack_name, pack_path
 from kvtier.tiers.remote.bucket.upkeep import IN_USE, Upkeep
@@ -69,7 +69,10 @@ class BucketTier(StoreTier):
             self._loop.close(CLOSE_S)
             raise
         request_s = max(options.request_s, self._upkeep.request_s)
-        self.facts = replace(self.facts, finds_at_once=True, request_s=request_s)
+        takes_writes = not isinstance(options, PackFileOptions)
+        self.facts = replace(
+            self.facts, finds_at_once=True, request_s=request_s, takes_writes=takes_writes
+        )
 
     @property
     def last_error(self) -> str:
