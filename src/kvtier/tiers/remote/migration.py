@@ -36,6 +36,8 @@ BATCH_BYTES: Final = 16 << 20
 """Bytes of blocks that are copied at a time, unless they are a pack."""
 NUM_AT_ONCE: Final = 2
 """Batches in flight: one is read while another is written."""
+MAX_RATIO: Final = 4
+"""Bytes of blocks per stored byte, at most, with any codec."""
 CALL_S: Final = 60.0
 NUM_TRIES: Final = 2
 LISTED_AT_ONCE: Final = 1000
@@ -140,12 +142,18 @@ def migrate(
             if is_real and can_be_same
             else _batches(keeper, max_bytes)
         )
+        # Of a part of a store, the tier has to know all blocks: it may forget those of this part.
+        stored_bytes = (
+            sum(entry.num_bytes for entry in keeper.entries()) if max_bytes < ALL_BYTES else 0
+        )
     finally:
         keeper.close()
     done, num_all = Migrated(), sum(len(keys) for some in batches.values() for keys in some)
     note(0, num_all)
     for block_bytes, some in sorted(batches.items()):
-        copier = Copier(source, target, block_bytes, sum(map(len, some)), is_real, takes)
+        num_blocks = sum(map(len, some))
+        known_bytes = max(num_blocks * block_bytes, MAX_RATIO * stored_bytes)
+        copier = Copier(source, target, block_bytes, num_blocks, is_real, takes, known_bytes)
         try:
             for part in copier.run(some):
                 done.add(part)
@@ -281,7 +289,7 @@ def _by_age(keeper: StoreKeeper) -> Iterator[EntryBlocks]:
 
 
 class Copier:
-    """Copies blocks of one size."""
+    """Copies blocks of one size. known_bytes: of all blocks that the source may have."""
 
     def __init__(
         self,
@@ -291,13 +299,14 @@ class Copier:
         num_blocks: int,
         is_real: bool,
         takes: Callable[[int], bool],
+        known_bytes: int,
     ) -> None:
         self._block_bytes = block_bytes
         self._is_real = is_real
         self._takes = takes
         self._put = partial(_put, target.namespace)
         capacity = num_blocks * block_bytes
-        self._source = source.open("from", block_bytes, capacity)
+        self._source = source.open("from", block_bytes, known_bytes)
         try:
             self._target = target.open("to", block_bytes, 2 * capacity)
         except BaseException:
@@ -308,7 +317,9 @@ class Copier:
 
     def run(self, batches: Sequence[list[BlockKey]]) -> Iterator[Migrated]:
         """Copy all batches, and yield what became of each."""
-        with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+        facts = self._source.facts, self._target.facts
+        num_threads = min(NUM_AT_ONCE, *(min(each.num_readers, each.num_writers) for each in facts))
+        with ThreadPoolExecutor(num_threads) as threads:
             yield from threads.map(self._copy, batches)
 
     def _copy(self, keys: Sequence[BlockKey]) -> Migrated:
