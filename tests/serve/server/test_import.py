@@ -56,7 +56,8 @@ def test_a_running_server_takes_a_file_into_its_store_and_memory(
         assert done.exit_code == 0, done.output
         told = json.loads(done.stdout)
         num_blocks = told["num_copied"]
-        assert told["store"] == "near" and num_blocks > 0
+        assert told["store"] == "near"
+        assert num_blocks > 0
 
         def bring() -> bool:
             answer = httpx.post(

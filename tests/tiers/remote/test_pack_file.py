@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def file(store: str, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Iterator[tuple[Path, Path, Path]]:
+def keys(tmp_path: Path) -> tuple[Path, Path, Path]:
     """Return a private key, its public key, and the public key of another one."""
     pytest.importorskip("cryptography")
     for name in ("own", "other"):
@@ -105,7 +105,7 @@ def keys(tmp_path: Path) -> Iterator[tuple[Path, Path, Path]]:
         subprocess.run(make, check=True)
         show = ["openssl", "pkey", "-in", str(private), "-pubout", "-out", str(public)]
         subprocess.run(show, check=True)
-    yield tmp_path / "own.pem", tmp_path / "own.pub", tmp_path / "other.pub"
+    return tmp_path / "own.pem", tmp_path / "own.pub", tmp_path / "other.pub"
 
 
 def test_blocks_pass_through_a_file_into_another_store(file: Path, tmp_path: Path) -> None:
@@ -212,12 +212,12 @@ def test_each_flipped_byte_is_found(file: Path, tmp_path: Path) -> None:
         flipped = bytearray(content)
         flipped[at] ^= 1 << at % 8
         with pytest.raises(ConfigError, match="pack file"):
-            check(path, flipped)
+            check(path, bytes(flipped))
 
 
 def test_each_truncated_file_is_refused(file: Path, tmp_path: Path) -> None:
     content, path = file.read_bytes(), tmp_path / "short"
-    for size in [*range(0, 64), *range(64, len(content), 97), len(content) - 1]:
+    for size in [*range(64), *range(64, len(content), 97), len(content) - 1]:
         with pytest.raises(ConfigError, match="pack file"):
             check(path, content[:size])
     with pytest.raises(ConfigError, match="truncated or damaged"):
@@ -331,7 +331,9 @@ def test_a_hostile_index_is_refused(file: Path, tmp_path: Path, name: str) -> No
 
 def test_an_index_of_an_impossible_size_is_not_read(file: Path, tmp_path: Path) -> None:
     content = file.read_bytes()
-    above = NAMED.pack(pack_file.MAGIC, 1 << 60, bytes(32)) + content[-TRAILER_BYTES:][NAMED.size : -4]
+    above = (
+        NAMED.pack(pack_file.MAGIC, 1 << 60, bytes(32)) + content[-TRAILER_BYTES:][NAMED.size : -4]
+    )
     forged = content[:-TRAILER_BYTES] + above + checksum(above).to_bytes(4, "little")
     file.write_bytes(forged)
     assert "impossible size" in refusal("import", file, f"dir://{tmp_path}/target")

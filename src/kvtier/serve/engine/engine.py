@@ -464,9 +464,7 @@ class Engine:
             )
 
 
-def _identity_of_kv(
-    namespace: Namespace, model: LoadedModel, config: EngineConfig
-) -> KVIdentity:
+def _identity_of_kv(namespace: Namespace, model: LoadedModel, config: EngineConfig) -> KVIdentity:
     facts = {
         "weights": namespace.model,
         "made_by": namespace.revision,

@@ -175,7 +175,9 @@ def check_places(source: str, target: str) -> None:
         raise ConfigError("TO is a pack file, which is only read; make one with kvtier export")
     if scheme not in STORES:
         raise ConfigError(
-            "TO is no store; give a URL that begins with " + "://, ".join(sorted(STORES - {PACK_FILE})) + "://"
+            "TO is no store; give a URL that begins with "
+            + "://, ".join(sorted(STORES - {PACK_FILE}))
+            + "://"
         )
     if place_of(source) == place_of(target):
         raise _same_place(str(read_location(scheme, rest)))

@@ -122,9 +122,7 @@ def _import_to_disk(
             f"disk: {folder} has a capacity of {capacity:,} bytes, and the blocks of "
             f"{file.path} take {needed:,}; give a larger --disk-capacity"
         )
-    target = replace(
-        target, group=group, namespace=identity.namespace, capacity_bytes=capacity
-    )
+    target = replace(target, group=group, namespace=identity.namespace, capacity_bytes=capacity)
     return migrate(source, target, note)
 
 
@@ -147,8 +145,8 @@ def export_store(
         done = migrate(source, StoreAccess(url, coding), note, max_bytes=max_bytes)
         if num_bad := done.num_damaged + done.num_unreadable:
             raise CacheError(
-                f"{num_bad:,} of {done.num_blocks:,} blocks of the store are damaged, or of another "
-                "key, secret or codec; nothing was exported: give --from-encryption-key, or remove "
-                "them with kvtier remote prune"
+                f"{num_bad:,} of {done.num_blocks:,} blocks of the store are damaged, or of "
+                "another key, secret or codec; nothing was exported: give --from-encryption-key, "
+                "or remove them with kvtier remote prune"
             )
         return write_pack_file(path, folder, about=about, signer=signer)

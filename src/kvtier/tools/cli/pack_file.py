@@ -50,9 +50,7 @@ def export(
         ),
     ],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Pack file to write.")],
-    model: Annotated[
-        str, typer.Option(help=MODEL + " For prompts.", rich_help_panel="Model")
-    ] = "",
+    model: Annotated[str, typer.Option(help=MODEL + " For prompts.", rich_help_panel="Model")] = "",
     about: Annotated[
         str, typer.Option(help="Text that messages about the file show.", show_default="none")
     ] = "",
@@ -76,8 +74,8 @@ def export(
 ) -> None:
     """Write the KV of prompts into one file, for other machines: kvtier import.
 
-    The embedded engine computes prompts as kvtier serve does with the same model and options. Blocks
-    of a store are those of whatever engine wrote them.
+    The embedded engine computes prompts as kvtier serve does with the same model and options.
+    Blocks of a store are those of whatever engine wrote them.
     """
     from kvtier.core.config import CodingConfig, parse_size
     from kvtier.tiers.remote.bucket.signing import Signer
@@ -181,7 +179,9 @@ def import_file(
                     StoreAccess(url_of(file, public_key), from_coding),
                     StoreAccess(target, coding),
                     note,
-                    disk_capacity=parse_size(disk_capacity, "disk_capacity") if disk_capacity else 0,
+                    disk_capacity=parse_size(disk_capacity, "disk_capacity")
+                    if disk_capacity
+                    else 0,
                 ),
                 {},
             )

@@ -214,7 +214,7 @@ def check_pack_file(location: Location, options: PackFileOptions) -> None:
     """Raise ``ConfigError`` for a URL that names no file. The file is not read."""
     if location.host or not location.path:
         raise ConfigError(
-            'storage: pack: names no file; write its absolute path behind three slashes, as in '
+            "storage: pack: names no file; write its absolute path behind three slashes, as in "
             '"pack:///srv/prompts.kvpack"'
         )
     if useless := next((name for name in NOT_OF_PACK_FILES if name in location.given), ""):

@@ -40,7 +40,7 @@ from kvtier.core.errors import ConfigError, LayoutError, printable
 from kvtier.identity import GRAIN_NS
 from kvtier.layout import Attention, KVGroup, Part
 from kvtier.tiers.crc_join import checksum
-from kvtier.tiers.remote.bucket.manifests import MAX_BYTES, Manifest, Pack, manifest_path
+from kvtier.tiers.remote.bucket.manifests import KEY_BYTES, MAX_BYTES, Manifest, Pack, manifest_path
 from kvtier.tiers.remote.bucket.packs import MAX_BLOCKS, PackShape, contents_of, pack_path
 from kvtier.tiers.remote.bucket.signing import PUBLIC_BYTES, SIGNATURE_BYTES, Signer, is_signed
 
@@ -50,8 +50,11 @@ NAMED: Final = Struct("<8sQ32s")
 """Part of the trailer that is signed."""
 TRAILER_BYTES: Final = NAMED.size + PUBLIC_BYTES + SIGNATURE_BYTES + 8
 CONTEXT: Final = b"kvtier pack file 1\0"
-"""What a signature is of, so that it is none of anything else."""
+"""Beginning of each signed message: a signature of something else is invalid here."""
 FORMAT: Final = 1
+MAX_TITLE: Final = 200
+MAX_SHOWN: Final = 4
+"""Sizes of blocks in a message, at most."""
 WRITER: Final = "0" * 16
 STAMP: Final = 1
 """Stamp of all packs: clocks of other machines do not matter, and no tombstone is older."""
@@ -71,7 +74,7 @@ TITLES: Final = {
     "chunk_tokens": "chunk_tokens",
     "codec": "the lossy codec",
 }
-"""What must be equal for KV to be found, and how messages call it."""
+"""Facts that must be equal for KV to be found, and their names in messages."""
 
 Note = Callable[[int, int], None]
 """Called with the objects that are done, and all objects."""
@@ -79,7 +82,7 @@ Note = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class KVIdentity:
-    """What KV belongs to.
+    """Model and settings that KV belongs to.
 
     model: name of the model; another name of the same weights does not matter.
     facts: by the names in ``TITLES``.
@@ -100,6 +103,8 @@ class KVIdentity:
         group["attention"] = Attention(group["attention"])
         group["parts"] = tuple(Part(**part) for part in group["parts"])
         namespace = bytes.fromhex(given["namespace"])
+        if len(namespace) != KEY_BYTES:
+            raise ValueError("namespace")
         return cls(_text(given["model"]), facts, namespace, KVGroup(**group))
 
     def as_json(self) -> dict[str, Any]:
@@ -124,7 +129,7 @@ class KVIdentity:
 
 @dataclass(frozen=True, slots=True)
 class PackFileIndex:
-    """What is in a pack file.
+    """Contents of a pack file.
 
     about: text of whoever made it.
     made_by: kvtier's version.
@@ -251,6 +256,9 @@ class PackFile:
             sizes = sum(num_bytes for _, num_bytes, _ in index.objects)
             if len(paths) < len(index.objects) or len(BEGIN) + sizes + index_bytes != trailer_at:
                 raise ValueError("objects")
+            # A slab is written by the group's size from memory of the blocks' size.
+            if index.identity and index.blocks.keys() != {index.identity.group.bytes_per_block}:
+                raise ValueError("blocks")
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError, LayoutError):
             raise self._refusal(
                 "its index is not understood; it is of another version of kvtier, or forged"
@@ -277,7 +285,7 @@ class PackFile:
     def check_block_bytes(self, block_bytes: int) -> None:
         """Raise ``ConfigError``, which names both sizes, if no block has this size."""
         if block_bytes not in self.index.blocks:
-            sizes = ", ".join(f"{size:,}" for size in sorted(self.index.blocks))
+            sizes = ", ".join(f"{size:,}" for size in sorted(self.index.blocks)[:MAX_SHOWN])
             raise self._refusal(
                 f"has blocks of {sizes} bytes ({self.title}), and those here have "
                 f"{block_bytes:,}: it is of another model, dtype or block_size"
@@ -285,10 +293,10 @@ class PackFile:
 
     @property
     def title(self) -> str:
-        """What it is of, in a few words."""
+        """Description in a few words, for messages."""
         index = self.index
         named = index.identity.model if index.identity is not None else ""
-        return printable(index.about or named) or f"made by {printable(index.made_by)}"
+        return printable(index.about or named)[:MAX_TITLE] or f"made by {printable(index.made_by)}"
 
     def verify(self, note: Note = lambda done, num: None) -> None:
         """Read the whole file, and verify each object. Raises ``ConfigError`` for a wrong one.
@@ -368,7 +376,7 @@ class PackFile:
         if path not in self._places:
             return None
         begin, size = self._places[path]
-        into = memoryview(np.empty(max(0, min(end, size) - start), np.uint8)).cast("B")
+        into = np.empty(max(0, min(end, size) - start), np.uint8).data
         return into[: self._read(begin + start, into)]
 
 
