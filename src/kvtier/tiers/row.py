@@ -214,6 +214,16 @@ def takes_writes(location: str) -> bool:
     return _plugin(location) != PACK_FILE
 
 
+def undeletable(locations: Sequence[str]) -> list[str]:
+    """Return a sentence for each tier whose blocks are found again after a restart."""
+    return [
+        f"{split_storage(location)[0]}: is only read, and may have blocks that are found again "
+        "after a restart; start without it, or make it again"
+        for location in locations
+        if not takes_writes(location)
+    ]
+
+
 def _plugin(location: str) -> str:
     return split_storage(location)[1]
 

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.observe import specs
 from tests.engines.vllm.engines import (
     BLOCK,
     Answers,
     Connects,
+    count,
     engine,
     loaded,
-    metric,
     one_by_one,
     prompt,
 )
@@ -40,5 +39,5 @@ def test_engine_loads_a_pack_file_and_writes_nothing_to_it(
         assert one_by_one(second, PROMPTS) == alone["warm"]
         assert loaded("pack") - before == NUM_BLOCKS
         one_by_one(second, [NEW, *(prompt(seed, 20) for seed in range(100, 110))])
-        for name in (specs.UNWRITTEN_BLOCKS, specs.REFUSED_BLOCKS):
-            assert not metric(name, tier="pack")
+        assert count("vllm:kvtier_failed_chunks_total", dst="pack") == 0
+        assert count("vllm:kvtier_refused_chunks_total", tier="pack") == 0

@@ -83,7 +83,32 @@ def test_a_running_server_refuses_what_it_can_not_use(file: Path, tmp_path: Path
         told = refused("import", str(file), served.url, **{CONTROL_KEY_VARIABLE: "another"})
         assert "key is wrong" in told
     assert not (tmp_path / "kv" / "packs").exists()
-    with started([f"pack://{file}"]) as served:
+    with started([f"file=pack://{file}"]) as served:
         assert "has no store to import into" in refused(
             "import", str(file), served.url, **environment
         )
+
+
+def test_a_deletion_is_not_complete_while_a_file_has_the_blocks(file: Path) -> None:
+    """They are not found any more, and others in the file are: its look-ups go on."""
+
+    def num_cached(text: str) -> int:
+        with served.client() as client:
+            usage = client.completions.create(model=MODEL, prompt=text, max_tokens=1).usage
+        assert served.engine.drain()
+        served.engine.clear_tier("device")
+        served.engine.clear_tier("host")
+        return cached(usage)
+
+    with started([f"file=pack://{file}"]) as served:
+        assert num_cached(TEXT) > 0
+        body = {"prompt": "two " * 300}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        done = httpx.post(f"{served.url}/delete", json=body, headers=headers, timeout=60).json()
+        assert not done["is_complete"]
+        assert "file: is only read" in done["problems"][0]
+        assert num_cached(TEXT) > 0
+        body = {"prompt": TEXT}
+        done = httpx.post(f"{served.url}/delete", json=body, headers=headers, timeout=60).json()
+        assert [problem.partition(":")[0] for problem in done["problems"]] == ["file"]
+        assert num_cached(TEXT) == 0

@@ -36,7 +36,7 @@ from kvtier.serve.server.schemas import ChatRequest
 from kvtier.serve.server.service import Service
 from kvtier.tiers.remote.migration import StoreAccess
 from kvtier.tiers.remote.pack_files import import_pack_file, url_of
-from kvtier.tiers.row import split_storage, takes_writes
+from kvtier.tiers.row import split_storage, takes_writes, undeletable
 
 LOOK_AGAIN_S = 0.01
 """Time between two looks at whether something has ended."""
@@ -208,7 +208,7 @@ class ServerControl(CacheControl):
     ) -> Deleted:
         until_s = time.monotonic() + timeout_s
         deletion = await self._call(begin)
-        problems: list[str] = []
+        problems = undeletable(self._engine.config.cache.stores)
         if not await self._until(lambda cache: cache.is_deleted(deletion), until_s):
             problems.append(
                 "some tier has not confirmed it: storage is slow, or a request still uses blocks; "

@@ -182,10 +182,14 @@ class BucketTier(StoreTier):
             self._upkeep.note(str(error))
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        """Drop blocks. A permanent deletion is announced to other processes."""
-        if not for_good:
+        """Drop blocks. A permanent deletion is announced to other processes.
+
+        From a pack file, blocks are dropped for this process only.
+        """
+        if not for_good or not self.facts.takes_writes:
             self._catalogue.forget(keys)
-        super().drop(keys, for_good)
+        if self.facts.takes_writes:  # otherwise ``undeletable`` has whoever deletes report it
+            super().drop(keys, for_good)
 
     # -- upkeep ------------------------------------------------------------------------------------
 
