@@ -436,6 +436,12 @@ def test_quotas_are_compared_in_segments(quotas: list[str], sentence: str) -> No
         NodeConfig(host_capacity="256MiB", quotas=its)
 
 
+def test_a_node_takes_no_pack_file_as_a_store(tmp_path: Path) -> None:
+    config = NodeConfig(host_capacity="256MiB", storage=(f"pack://{tmp_path}/a.kvpack",))
+    with pytest.raises(ConfigError, match="a pack file is of one model"):
+        Node(config, CpuDevice())
+
+
 def test_quota_of_a_running_node_is_compared_in_segments(node: NodeProcess) -> None:
     with pytest.raises(CacheError, match="'team-b' has a ceiling of 1 bytes, which is below one"):
         node.control.post("/quota", tenant="team-b", floor="0", ceiling="1")

@@ -13,6 +13,7 @@ import pytest
 from blake3 import blake3
 from typer.testing import CliRunner, Result
 
+from kvtier.connectors.common.blocking_calls import BlockingCalls
 from kvtier.core.errors import ConfigError
 from kvtier.core.types import BlockName
 from kvtier.layout import opaque
@@ -161,6 +162,14 @@ def test_a_file_is_a_store_that_is_only_read(file: Path) -> None:
     assert "3 packs" in run("remote", "check", url).stdout
     assert "takes no writes" in refusal("remote", "prune", url, "--max-bytes", "0")
     assert outcomes(url) == [THERE] * NUM
+
+
+def test_a_back_end_over_a_file_stores_nothing(file: Path) -> None:
+    calls = BlockingCalls(tier_at(f"pack://{file}"), [BLOCK_BYTES], lambda: bytes(32))
+    memory = Scattered(1, [BLOCK_BYTES])
+    assert calls.store([stored_key(NUM)], memory.pieces) == [False]
+    calls.cache.check_invariants()
+    calls.close()
 
 
 def test_a_warm_start_copies_a_file_into_a_directory(file: Path, tmp_path: Path) -> None:

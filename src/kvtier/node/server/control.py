@@ -42,7 +42,6 @@ from kvtier.node.server.partition import Partition
 from kvtier.node.server.registry import Registry
 from kvtier.node.wire.protocol import MAX_KEYS, CostsNotice
 from kvtier.plan import Costs, PrefillCost, PromptCost, Route, ways_of, weigh
-from kvtier.tiers.row import undeletable
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -375,11 +374,11 @@ class NodeControl(CacheControl):
         until_s = time.monotonic() + check_wait(timeout_s)
         self._registry.wake_all()
         left = await delete_blocks(found, wanted, self._registry.wait, until_s)
-        problems = undeletable(self._node.config.stores)
+        problems = []
         if left:
             errors = [f"{name}: {why}" for name, why in found.storage_errors().items()]
             problems.append(f"{len(left)} blocks: storage has not confirmed it; {errors}")
-        return Deleted(not problems, [found.key.name], len(wanted), problems)
+        return Deleted(not left, [found.key.name], len(wanted), problems)
 
     @on_loop
     async def delete_rooms(self, room: str, tenant: str, timeout_s: float) -> Deleted:
