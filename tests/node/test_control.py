@@ -20,10 +20,12 @@ from typer.testing import CliRunner
 
 from kvtier import __version__
 from kvtier.core.errors import CacheError, ConfigError
+from kvtier.devices.cpu import CpuDevice
 from kvtier.node.client.channel import NodeClient
 from kvtier.node.config import NodeConfig, control_socket, parse_quotas
 from kvtier.node.server import http
 from kvtier.node.server.http import MAX_BODY_BYTES
+from kvtier.node.server.node import CacheNode
 from kvtier.node.wire import protocol
 from kvtier.node.wire.protocol import MAX_KEYS, MEMORY
 from kvtier.observe.live.files import LIVE_PATH
@@ -434,6 +436,12 @@ def test_quotas_are_compared_in_segments(quotas: list[str], sentence: str) -> No
         return
     with pytest.raises(ConfigError, match=sentence):
         NodeConfig(host_capacity="256MiB", quotas=its)
+
+
+def test_a_node_takes_no_pack_file_as_a_store(tmp_path: Path) -> None:
+    config = NodeConfig(host_capacity="256MiB", storage=(f"pack://{tmp_path}/a.kvpack",))
+    with pytest.raises(ConfigError, match="a pack file is of one model"):
+        CacheNode(config, CpuDevice())
 
 
 def test_quota_of_a_running_node_is_compared_in_segments(node: NodeProcess) -> None:

@@ -344,7 +344,8 @@ class StorageOnlyCache:
         now = self._states(list(at))
         free = ~(now.moving | now.in_memory)
         new = list(compress(at, free & ~now.stored))
-        num_new = min(len(new), self._most_queued - self._num_queued) if self.digest else 0
+        may_write = self.digest and self._tier.facts.takes_writes
+        num_new = min(len(new), self._most_queued - self._num_queued) if may_write else 0
         refused = set(new[num_new:])
         if refused:
             self.ladder.metrics.count(REFUSED_BLOCKS, len(refused), tier=self._tier.name)

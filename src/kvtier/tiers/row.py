@@ -23,6 +23,7 @@ from kvtier.tiers.disk.opening import check_folders
 from kvtier.tiers.memory.arena import ArenaOptions
 from kvtier.tiers.memory.host import HostTier, check_host_capacity
 from kvtier.tiers.pieces import HOST_KINDS
+from kvtier.tiers.remote.bucket.opening import PACK_FILE
 from kvtier.tiers.remote.location import StorePlugin
 from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
@@ -30,7 +31,7 @@ from kvtier.tiers.wrappers.coded import open_coded
 
 BUCKETS: Final = ("s3", "gs", "az")
 STORES: Final = frozenset(
-    {"valkey", "valkeys", "redis", "rediss", *BUCKETS, "dir", "mooncake", "nixl"}
+    {"valkey", "valkeys", "redis", "rediss", *BUCKETS, "dir", PACK_FILE, "mooncake", "nixl"}
 )
 """Plug-ins of kvtier's own for stores."""
 PACKAGES: Final = {**dict.fromkeys(BUCKETS, "obstore"), "mooncake": "mooncake", "nixl": "nixl"}
@@ -206,6 +207,21 @@ def split_storage(location: str) -> tuple[str, str, str]:
     scheme, _, place = location.partition(":")
     name, _, plugin = scheme.rpartition("=")
     return name or plugin, plugin, place
+
+
+def takes_writes(location: str) -> bool:
+    """Return whether blocks are written to the tier at a location."""
+    return _plugin(location) != PACK_FILE
+
+
+def undeletable(locations: Sequence[str]) -> list[str]:
+    """Return a sentence for each tier whose blocks are found again after a restart."""
+    return [
+        f"{split_storage(location)[0]}: is only read, and may have blocks that are found again "
+        "after a restart; start without it, or make it again"
+        for location in locations
+        if not takes_writes(location)
+    ]
 
 
 def _plugin(location: str) -> str:

@@ -46,6 +46,7 @@ class StorageFacts:
     is_shared: whether other processes use the tier, too. The tier then manages its total capacity,
         and ``num_blocks`` limits the blocks that this process knows of. A drop informs the other
         processes, which is slow, so a thread of its own calls it.
+    takes_writes: whether blocks are written to the tier. If not, ``put`` stores none.
     finds_at_once: whether ``find`` answers from memory, never waits, and looks up every key.
     request_s: fixed cost of a call in seconds, without the cost of its bytes.
     wants_scrubbing: whether ``scrub`` can find damage before a block is requested.
@@ -59,6 +60,7 @@ class StorageFacts:
     direct: Direct = Direct.OFF
     evicts: bool = False
     is_shared: bool = False
+    takes_writes: bool = True
     finds_at_once: bool = False
     request_s: float = 0.0
     wants_scrubbing: bool = False

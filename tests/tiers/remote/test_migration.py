@@ -161,13 +161,17 @@ def test_block_that_is_read_back_with_other_bytes_counts_as_damaged(
     put = migration._put
 
     def changed(
-        tier: StorageTier, keys: Sequence[BlockKey], blocks: Any, timeout_s: float
+        namespace: bytes,
+        tier: StorageTier,
+        keys: Sequence[BlockKey],
+        blocks: Any,
+        timeout_s: float,
     ) -> list[Outcome]:
         if blocks.sizes.sum() != BLOCK_BYTES:
-            return put(tier, keys, blocks, timeout_s)  # the mark
+            return put(namespace, tier, keys, blocks, timeout_s)  # the mark
         other = np.zeros((len(keys), BLOCK_BYTES), np.uint8)
         begins = other.ctypes.data + BLOCK_BYTES * np.arange(len(keys))
-        return put(tier, keys, Pieces.whole(begins, BLOCK_BYTES), timeout_s)
+        return put(namespace, tier, keys, Pieces.whole(begins, BLOCK_BYTES), timeout_s)
 
     monkeypatch.setattr(migration, "_put", changed)
     found = migrate(StoreAccess(valkey), StoreAccess(s3), lambda *_: None)

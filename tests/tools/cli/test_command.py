@@ -77,6 +77,8 @@ def impossible(folder: Path) -> dict[str, list[str]]:
         "inspect": [nothing],
         "verify": [nothing],
         "warm": [f"valkey://{dead}", f"dir:{nothing}", "--bytes", "1GiB"],
+        "export": [nothing, f"{nothing}.kvpack", "--model", "kvtier-tiny"],
+        "import": [nothing, f"dir://{nothing}"],
         "vllm-args": ["--host-capacity", "much"],
         "sglang-args": ["--disk-path", nothing, "--disk-capacity", "much"],
         "migrate-config": [nothing],

@@ -159,7 +159,7 @@ class Admission:
             return Admitted(stay)
         staying, passing = set(stay), set[Item]()
         rest = [item for item in items if item not in staying]
-        for storage in self._topology.storages:
+        for storage in self._topology.writable:
             passing.update(self._worth_a_write(lacking(rest, storage), storage, ask))
         return Admitted([item for item in items if item in staying or item in passing], passing)
 

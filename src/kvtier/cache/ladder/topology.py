@@ -47,6 +47,11 @@ class Topology:
         return self._those(Direct.AUTO)
 
     @property
+    def writable(self) -> list[str]:
+        """Storage tiers that blocks are written to."""
+        return [name for name in self.storages if self._facts[name].takes_writes]
+
+    @property
     def can_read_all_directly(self) -> bool:
         """Whether blocks from every storage tier can be read without staging memory."""
         return (self.direct | self.direct_at_need).issuperset(self.storages)

@@ -188,6 +188,7 @@ class WriteQueues:
             )
             for name in topology.storages
         }
+        self._open_queues = [self._queues[name] for name in topology.writable]
 
     def __contains__(self, tier: str) -> bool:
         """Whether it is a storage tier."""
@@ -209,7 +210,7 @@ class WriteQueues:
 
     def offer(self, blocks: Sequence[BlockId]) -> None:
         """Queue those of ``blocks`` that are in memory and worth a write."""
-        for queue in self._queues.values():
+        for queue in self._open_queues:
             queue.offer(blocks)
 
     def ended(self, tier: str, num_blocks: int) -> None:

@@ -41,7 +41,7 @@ from kvtier.node.server.stores import partition_location
 from kvtier.tiers import StorageTier
 from kvtier.tiers.codecs import check_coding
 from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.tiers.row import check_stores, make_storage, refuse_lossy, storage_names
+from kvtier.tiers.row import check_stores, make_storage, refuse_lossy, storage_names, takes_writes
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,11 @@ class CacheNode:
         check_coding(config.coding)
         refuse_lossy(config.coding, config.stores)
         check_stores(config.stores)
+        if not all(map(takes_writes, config.stores)):
+            raise ConfigError(
+                "storage: a pack file is of one model, and a node has rooms of several; import it "
+                "into a store of the node, such as dir:///var/kv"
+            )
         self.storage_names = storage_names(config.stores, bool(config.disk_path))
         self.memory = NodeMemory(
             config.directory, config.host_bytes, config.segment_bytes, device, config.disk_path

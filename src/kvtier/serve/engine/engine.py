@@ -44,6 +44,8 @@ from kvtier.serve.engine.request import (
 from kvtier.serve.engine.sampling import Sampler, SamplingParams
 from kvtier.serve.engine.scheduler import Preview, Scheduler
 from kvtier.serve.engine.self_check import choose_runner
+from kvtier.tiers.remote.bucket.pack_file import KVIdentity
+from kvtier.tiers.remote.pack_files import check_pack_files
 from kvtier.tiers.row import lossy_codec
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class Engine:
     ``submit``, ``call`` and the handles are thread-safe.
 
     module: the model, of transformers.
+    kv_identity: what its KV belongs to, without a salt.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -118,6 +121,8 @@ class Engine:
             config.block_size,
             codec=lossy_codec(config.cache.coding, config.cache.stores),
         )
+        self.kv_identity = _identity_of_kv(self._namespace, model, config)
+        check_pack_files(config.cache.stores, self.kv_identity)
         self._eos = frozenset(model.eos_token_ids)
         self._grammars = Grammars(model.tokenizer.own, self.info.vocab_size, model.eos_token_ids)
         self.sampling_defaults = model.sampling_defaults
@@ -457,6 +462,20 @@ class Engine:
                 f"The prompt has token ids outside 0 .. {self.info.vocab_size - 1}, the vocabulary "
                 f"of {self.info.model_name}."
             )
+
+
+def _identity_of_kv(namespace: Namespace, model: LoadedModel, config: EngineConfig) -> KVIdentity:
+    facts = {
+        "weights": namespace.model,
+        "made_by": namespace.revision,
+        "dtype": namespace.dtype,
+        "layout": namespace.layout,
+        "block_size": str(namespace.block_size),
+        "chunk_tokens": str(config.chunk_tokens),
+        "codec": namespace.codec,
+    }
+    group = model.profile.pool_group(config.block_size)
+    return KVIdentity(model.name, facts, namespace.digest, group)
 
 
 def _device_name(wanted: str) -> str:

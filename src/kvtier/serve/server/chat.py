@@ -257,10 +257,18 @@ def check_template(service: Service) -> None:
 def chat_text(body: ChatRequest, service: Service) -> str:
     """Return the prompt of a chat. Raises ``ApiError`` if the model's template refuses it."""
     check_template(service)
+    return render(body, service.engine.tokenizer)
+
+
+def render(body: ChatRequest, tokenizer: Tokenizer) -> str:
+    """Return the prompt of a chat for a model that has a chat template.
+
+    Raises ``ApiError`` if the template refuses it.
+    """
     turns = [_turn(message) for message in body.messages]
     tools = [tool.given for tool in body.tools]
     try:
-        return service.engine.tokenizer.render_chat(turns, tools, body.chat_template_kwargs)
+        return tokenizer.render_chat(turns, tools, body.chat_template_kwargs)
     except Exception as error:  # a template may raise anything
         why = " ".join(str(error).split()).rstrip(".")[:200]
         raise bad_request(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from fastapi import APIRouter
@@ -25,7 +26,7 @@ from kvtier.control.contract import (
     check_pin,
     check_wait,
 )
-from kvtier.control.routes import control_router
+from kvtier.control.routes import ControlBody, control_router
 from kvtier.core.hints import Hint
 from kvtier.core.keys import Labels, grid_labels
 from kvtier.core.types import HOST
@@ -33,6 +34,9 @@ from kvtier.serve.server.chat import chat_text
 from kvtier.serve.server.errors import ApiError, from_validation
 from kvtier.serve.server.schemas import ChatRequest
 from kvtier.serve.server.service import Service
+from kvtier.tiers.remote.migration import StoreAccess
+from kvtier.tiers.remote.pack_files import import_pack_file, url_of
+from kvtier.tiers.row import split_storage, takes_writes, undeletable
 
 LOOK_AGAIN_S = 0.01
 """Time between two looks at whether something has ended."""
@@ -62,6 +66,30 @@ class ServerState:
     version: str
     pinned_blocks: int
     rooms: Sequence[ServerRoom]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedFile:
+    """Result of an import. store: name of the store. The others are as in ``Migrated``."""
+
+    store: str
+    num_copied: int
+    num_bytes: int
+    num_there: int
+    num_damaged: int
+    num_unreadable: int
+    num_refused: int
+
+
+class ImportBody(ControlBody):
+    """A pack file to be imported.
+
+    file: absolute path on the server's machine. public_key: path of the key that must have signed
+    it; "" for none.
+    """
+
+    file: str
+    public_key: str = ""
 
 
 class ServerControl(CacheControl):
@@ -180,7 +208,7 @@ class ServerControl(CacheControl):
     ) -> Deleted:
         until_s = time.monotonic() + timeout_s
         deletion = await self._call(begin)
-        problems: list[str] = []
+        problems = undeletable(self._engine.config.cache.stores)
         if not await self._until(lambda cache: cache.is_deleted(deletion), until_s):
             problems.append(
                 "some tier has not confirmed it: storage is slow, or a request still uses blocks; "
@@ -192,6 +220,22 @@ class ServerControl(CacheControl):
                 for name in await self._call(Cache.shared_storages)
             ]
         return Deleted(not problems, rooms, num_blocks, problems)
+
+    async def import_file(self, file: str, public_key: str) -> ImportedFile:
+        """Copy a pack file of this machine into the first store that takes writes."""
+        cache, identity = self._engine.config.cache, self._engine.kv_identity
+        stores = [each for each in cache.stores if takes_writes(each)]
+        if not stores:
+            raise ControlError(
+                "this server has no store to import into; start it with --storage dir:///var/kv, "
+                f"or with --storage {url_of(Path(file))} to use the file as it is"
+            )
+        source = StoreAccess(url_of(Path(file), public_key), cache.coding)
+        target = StoreAccess(stores[0], cache.coding)
+        done = await asyncio.to_thread(
+            import_pack_file, source, target, lambda done, num: None, identity
+        )
+        return ImportedFile(split_storage(stores[0])[0], **asdict(done))
 
     # -- names -------------------------------------------------------------------------------------
 
@@ -270,5 +314,10 @@ def server_control_router(service: Service) -> APIRouter:
     async def status() -> ServerState:
         """Return the use of the cache by namespace."""
         return await control.status()
+
+    @router.post("/import")
+    async def import_file(body: ImportBody) -> ImportedFile:
+        """Import a pack file."""
+        return await control.import_file(body.file, body.public_key)
 
     return router

@@ -48,7 +48,7 @@ _KEPT_ID = re.compile(rb"[A-Za-z0-9._:;=@/+~-]{1,128}")
 """Ids of clients that are kept: those of proxies, UUIDs, trace ids, base64."""
 
 ID_PREFIXES = {"completions": "cmpl", "chat": "chatcmpl"}
-CONTROL_PATHS = PATHS | {"/status"}
+CONTROL_PATHS = PATHS | {"/status", "/import"}
 """Paths that need the control key."""
 OPEN_PATHS = frozenset({"/health"})
 """Paths that need no API key. The live page's files need none either: they are public, and the page

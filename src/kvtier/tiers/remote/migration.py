@@ -20,10 +20,10 @@ import numpy as np
 from kvtier.core.config import DEFAULT_CODING, CodingConfig
 from kvtier.core.errors import CacheError, ConfigError
 from kvtier.core.types import BlockKey, BlockName
-from kvtier.layout import opaque
+from kvtier.layout import KVGroup, opaque
 from kvtier.tiers.codecs.codec import Uint8s
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.bucket.opening import PACK_STORES, SERVICES, endpoint_of
+from kvtier.tiers.remote.bucket.opening import PACK_FILE, PACK_STORES, SERVICES, endpoint_of
 from kvtier.tiers.remote.keeper import EntryBlocks, StoreKeeper
 from kvtier.tiers.remote.location import read_location, read_options
 from kvtier.tiers.remote.pruning import SCHEMES, make_keeper
@@ -36,6 +36,8 @@ BATCH_BYTES: Final = 16 << 20
 """Bytes of blocks that are copied at a time, unless they are a pack."""
 NUM_AT_ONCE: Final = 2
 """Batches in flight: one is read while another is written."""
+MAX_RATIO: Final = 4
+"""Bytes of blocks per stored byte, at most, with any codec."""
 CALL_S: Final = 60.0
 NUM_TRIES: Final = 2
 LISTED_AT_ONCE: Final = 1000
@@ -85,16 +87,26 @@ Note = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
-    """URL of a store, and codec and keys of its blocks."""
+    """URL of a store, and codec and keys of its blocks.
+
+    group: shape of the blocks, for a disk; None for blocks of any shape.
+    namespace: for a disk.
+    capacity_bytes: of a disk.
+    """
 
     url: str
     coding: CodingConfig = DEFAULT_CODING
+    group: KVGroup | None = None
+    namespace: bytes = NAMESPACE
+    capacity_bytes: int = 0
 
     def open(self, name: str, block_bytes: int, capacity_bytes: int) -> StorageTier:
         """Open the store for blocks of one size. name: for messages."""
         _, scheme, rest = split_storage(self.url)
         location = f"{name}={scheme}:{rest}"
-        return make_storage(location, opaque(block_bytes), capacity_bytes, None, self.coding)
+        group = self.group or opaque(block_bytes)
+        capacity = self.capacity_bytes or capacity_bytes
+        return make_storage(location, group, capacity, None, self.coding)
 
 
 def migrate(
@@ -117,23 +129,31 @@ def migrate(
 
     Raises ``ConfigError`` for stores that can't be used, and ``CacheError`` if one stops answering.
     """
-    check_places(source.url, target.url)
+    if target.group is None:
+        check_places(source.url, target.url)
     keeper = make_keeper(source.url)
     try:
         keeper.test()
         where = keeper.where
         can_be_same = split_storage(target.url)[1] in (*SCHEMES, *PACK_STORES)
+        can_be_same &= split_storage(source.url)[1] != PACK_FILE
         batches = (
             _with_mark(keeper, target, max_bytes)
             if is_real and can_be_same
             else _batches(keeper, max_bytes)
+        )
+        # Of a part of a store, the tier has to know all blocks: it may forget those of this part.
+        stored_bytes = (
+            sum(entry.num_bytes for entry in keeper.entries()) if max_bytes < ALL_BYTES else 0
         )
     finally:
         keeper.close()
     done, num_all = Migrated(), sum(len(keys) for some in batches.values() for keys in some)
     note(0, num_all)
     for block_bytes, some in sorted(batches.items()):
-        copier = Copier(source, target, block_bytes, sum(map(len, some)), is_real, takes)
+        num_blocks = sum(map(len, some))
+        known_bytes = max(num_blocks * block_bytes, MAX_RATIO * stored_bytes)
+        copier = Copier(source, target, block_bytes, num_blocks, is_real, takes, known_bytes)
         try:
             for part in copier.run(some):
                 done.add(part)
@@ -151,9 +171,13 @@ def migrate(
 def check_places(source: str, target: str) -> None:
     """Raise ``ConfigError`` for a target that is no store, or is the source."""
     _, scheme, rest = split_storage(target)
+    if scheme == PACK_FILE:
+        raise ConfigError("TO is a pack file, which is only read; make one with kvtier export")
     if scheme not in STORES:
         raise ConfigError(
-            "TO is no store; give a URL that begins with " + "://, ".join(sorted(STORES)) + "://"
+            "TO is no store; give a URL that begins with "
+            + "://, ".join(sorted(STORES - {PACK_FILE}))
+            + "://"
         )
     if place_of(source) == place_of(target):
         raise _same_place(str(read_location(scheme, rest)))
@@ -191,7 +215,7 @@ def _with_mark(
     mark, content = BlockKey(os.urandom(32)), np.zeros((1, MARK_BYTES), np.uint8)
     tier = target.open("to", MARK_BYTES, 2 * MARK_BYTES)
     try:
-        _tried(tier, partial(_put, tier), [mark], content)
+        _tried(tier, partial(_put, NAMESPACE, tier), [mark], content)
     finally:
         tier.close()
     try:
@@ -267,7 +291,7 @@ def _by_age(keeper: StoreKeeper) -> Iterator[EntryBlocks]:
 
 
 class Copier:
-    """Copies blocks of one size."""
+    """Copies blocks of one size. known_bytes: of all blocks that the source may have."""
 
     def __init__(
         self,
@@ -277,12 +301,14 @@ class Copier:
         num_blocks: int,
         is_real: bool,
         takes: Callable[[int], bool],
+        known_bytes: int,
     ) -> None:
         self._block_bytes = block_bytes
         self._is_real = is_real
         self._takes = takes
+        self._put = partial(_put, target.namespace)
         capacity = num_blocks * block_bytes
-        self._source = source.open("from", block_bytes, capacity)
+        self._source = source.open("from", block_bytes, known_bytes)
         try:
             self._target = target.open("to", block_bytes, 2 * capacity)
         except BaseException:
@@ -293,7 +319,9 @@ class Copier:
 
     def run(self, batches: Sequence[list[BlockKey]]) -> Iterator[Migrated]:
         """Copy all batches, and yield what became of each."""
-        with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+        facts = self._source.facts, self._target.facts
+        num_threads = min(NUM_AT_ONCE, *(min(each.num_readers, each.num_writers) for each in facts))
+        with ThreadPoolExecutor(num_threads) as threads:
             yield from threads.map(self._copy, batches)
 
     def _copy(self, keys: Sequence[BlockKey]) -> Migrated:
@@ -311,7 +339,7 @@ class Copier:
         done.num_damaged = outcomes.count(DAMAGED)
         done.num_unreadable = outcomes.count(ABSENT)
         copied, content = [new[at] for at in there], read[there]
-        _tried(target, partial(_put, target), copied, content)
+        _tried(target, partial(self._put, target), copied, content)
         outcomes = _tried(target, target.get, copied, again)
         for outcome, one, other in zip(outcomes, content, again, strict=False):
             is_right = outcome is THERE and bool((one == other).all())
@@ -326,9 +354,13 @@ class Copier:
 
 
 def _put(
-    tier: StorageTier, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float
+    namespace: bytes,
+    tier: StorageTier,
+    keys: Sequence[BlockKey],
+    blocks: Pieces,
+    timeout_s: float,
 ) -> list[Outcome]:
-    return tier.put([BlockName(NAMESPACE, 0, key) for key in keys], blocks, timeout_s)
+    return tier.put([BlockName(namespace, 0, key) for key in keys], blocks, timeout_s)
 
 
 def _tried(tier: StorageTier, call: Call, keys: Sequence[BlockKey], rows: Uint8s) -> list[Outcome]:

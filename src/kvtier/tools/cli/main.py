@@ -19,6 +19,7 @@ from kvtier.tools.cli.explain import explain
 from kvtier.tools.cli.inspect import inspect
 from kvtier.tools.cli.migrate_config import migrate_config
 from kvtier.tools.cli.node import app as node
+from kvtier.tools.cli.pack_file import export, import_file
 from kvtier.tools.cli.ping import describe, ping
 from kvtier.tools.cli.record import record
 from kvtier.tools.cli.remote import app as remote
@@ -49,6 +50,8 @@ app.command()(dashboard)
 app.command()(inspect)
 app.command()(verify)
 app.command()(warm)
+app.command()(export)
+app.command("import")(import_file)
 app.command("vllm-args")(vllm_args)
 app.command("sglang-args")(sglang_args)
 app.command("migrate-config")(migrate_config)

@@ -68,12 +68,17 @@ def serve_until_ended(
                 HttpServer(engine, server_config, listeners).run(tell, handle_signals=True)
 
 
-def _check(config: EngineConfig, server_config: ServerConfig) -> None:
-    """Raise ``ConfigError`` for all settings that can be refused before the model is loaded."""
+def check_engine(config: EngineConfig) -> None:
+    """Raise ``ConfigError`` for settings of an engine before its model is loaded."""
     find_local(config.model, config.revision)
     policy_maker(config.cache.eviction_policy)
     check_tiers(config.cache, parse_size(config.device_capacity, "device_capacity"))
     warm_start_of(config.cache.stores, config.cache.warm_start)
+
+
+def _check(config: EngineConfig, server_config: ServerConfig) -> None:
+    """Raise ``ConfigError`` for all settings that can be refused before the model is loaded."""
+    check_engine(config)
     if config.events:
         Publisher(BlockLog(), config.events, config.events_replay).close()
     if server_config.record:

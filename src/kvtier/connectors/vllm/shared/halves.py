@@ -34,7 +34,7 @@ from kvtier.observe.logs import log_in_engine
 from kvtier.tiers import StorageFacts
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.remote.warm_start import warm_start_of
-from kvtier.tiers.row import storage_names
+from kvtier.tiers.row import split_storage, storage_names, takes_writes
 from kvtier.tiers.wrappers import Shards
 
 if TYPE_CHECKING:
@@ -127,9 +127,12 @@ class Sizes:
     def _make_mover(self) -> RankMover:
         facts = self.facts
         disk = replace(DiskTier.facts, direct=self.direct)
-        shared = StorageFacts(is_shared=True)
+        stores = {
+            split_storage(store)[0]: StorageFacts(is_shared=True, takes_writes=takes_writes(store))
+            for store in self.settings.stores
+        }
         return RankMover(
-            {name: disk if name == DISK else shared for name in self._storage_names},
+            {name: disk if name == DISK else stores[name] for name in self._storage_names},
             self.slot_bytes,
             facts.num_ranks,
             facts.num_shards,

@@ -124,7 +124,9 @@ class BucketKeeper(StoreKeeper):
             return self._loop.run(lambda: request, TIMEOUT_MAX)
         except (Refused, Unsound) as error:
             raise ConfigError(f"{self.where}: {self._objects.explain(error)}") from None
-        except (Missing, Taken, Unreachable, Unwritable, TimeoutError) as error:
+        except Unwritable as error:
+            raise CacheError(f"{self.where} takes no writes: {error}") from None
+        except (Missing, Taken, Unreachable, TimeoutError) as error:
             raise CacheError(f"{self.where} does not answer: {error}") from None
 
     def close(self) -> None:

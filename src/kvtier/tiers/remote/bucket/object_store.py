@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier.tiers.remote.bucket.opening import DIRECTORY, BucketOptions, PackOptions
+from kvtier.tiers.remote.bucket.opening import (
+    DIRECTORY,
+    BucketOptions,
+    PackFileOptions,
+    PackOptions,
+)
 from kvtier.tiers.remote.errors import Refused, Unsound
 from kvtier.tiers.remote.location import Location
 
@@ -99,11 +104,15 @@ class ObjectStore(ABC):
 
 
 def make_objects(location: Location, options: PackOptions) -> ObjectStore:
-    """Return the objects of a bucket, or of a directory. Buckets need their client."""
+    """Return the objects of a bucket, a directory or a pack file. Buckets need their client."""
     if location.scheme == DIRECTORY:
         from kvtier.tiers.remote.bucket.directory import Directory
 
         return Directory(location)
+    if isinstance(options, PackFileOptions):
+        from kvtier.tiers.remote.bucket.pack_objects import PackFileObjects, open_pack_file
+
+        return PackFileObjects(open_pack_file(location, options))
     from kvtier.tiers.remote.bucket.objects import Objects
 
     assert isinstance(options, BucketOptions)

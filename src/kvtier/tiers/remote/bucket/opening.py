@@ -1,7 +1,8 @@
-"""Blocks in a bucket or a shared directory.
+"""Blocks in a bucket, a shared directory or a pack file.
 
 ``storage="s3://bucket/prefix"`` (S3 and compatible stores), ``"gs://..."`` (Google Cloud Storage),
-``"az://..."`` (Azure, where a bucket is called a container) or ``"dir:///mnt/shared/kv"``.
+``"az://..."`` (Azure, where a bucket is called a container), ``"dir:///mnt/shared/kv"`` or
+``"pack:///srv/prompts.kvpack"``.
 """
 
 from __future__ import annotations
@@ -70,6 +71,16 @@ class DirectoryOptions(PackOptions):
     """Maximum size of all packs, like "2TiB"; 0 for no limit. The same for all processes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackFileOptions(PackOptions):
+    """Options of a pack file, which never changes."""
+
+    poll_s: float = 0.0
+    public_key: str = ""
+    """File with the public key (PEM) that must have signed it. Default: a signature is not
+    needed."""
+
+
 @dataclass(frozen=True, slots=True)
 class BucketService:
     """A service that keeps buckets.
@@ -105,6 +116,9 @@ SERVICES: Final[Mapping[str, BucketService]] = {
 """Services by the scheme of their URLs."""
 DIRECTORY: Final = "dir"
 """Scheme of a shared directory."""
+PACK_FILE: Final = "pack"
+"""Scheme of a pack file, which is only read."""
+NOT_OF_PACK_FILES: Final = ("pack_bytes", "poll_s", "publish_s", "max_age_s", "writers")
 MIN_PACKS: Final = 4
 """Smallest capacity of a directory: with less, a pack is deleted as soon as it was written."""
 
@@ -124,6 +138,10 @@ def _make(site: StorageSite, location: Location, options: PackOptions) -> Storag
         )
     from kvtier.tiers.remote.bucket.tier import BucketTier  # needs the client
 
+    if isinstance(options, PackFileOptions):
+        from kvtier.tiers.remote.bucket.pack_objects import open_pack_file
+
+        open_pack_file(location, options).check_block_bytes(site.group.bytes_per_block)
     return BucketTier(site, location, options)
 
 
@@ -192,6 +210,18 @@ def check_directory(location: Location, options: DirectoryOptions) -> None:
     _check_options(location, options)
 
 
+def check_pack_file(location: Location, options: PackFileOptions) -> None:
+    """Raise ``ConfigError`` for a URL that names no file. The file is not read."""
+    if location.host or not location.path:
+        raise ConfigError(
+            "storage: pack: names no file; write its absolute path behind three slashes, as in "
+            '"pack:///srv/prompts.kvpack"'
+        )
+    if useless := next((name for name in NOT_OF_PACK_FILES if name in location.given), ""):
+        raise ConfigError(f"storage: {location}: {useless} is no option of a pack file")
+    _check_options(location, options)
+
+
 make_s3, make_google, make_azure = (
     StorePlugin(scheme, service.options, _make, check_location)
     for scheme, service in SERVICES.items()
@@ -199,10 +229,13 @@ make_s3, make_google, make_azure = (
 """Makes the tier of ``storage="s3://bucket/prefix?option=value"``, of ``gs://`` and ``az://``."""
 make_directory = StorePlugin(DIRECTORY, DirectoryOptions, _make, check_directory)
 """Makes the tier of ``storage="dir:///mnt/shared/kv?capacity=2TiB"``."""
+make_pack_file = StorePlugin(PACK_FILE, PackFileOptions, _make, check_pack_file)
+"""Makes the tier of ``storage="pack:///srv/prompts.kvpack?public_key=/etc/kvtier/packs.pub"``."""
 PACK_STORES: Final[Mapping[str, StorePlugin[Any]]] = {
     "s3": make_s3,
     "gs": make_google,
     "az": make_azure,
     DIRECTORY: make_directory,
+    PACK_FILE: make_pack_file,
 }
 """Plug-ins of the stores that keep packs, by the scheme of their URLs."""

@@ -19,7 +19,7 @@ from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.bucket.catalogue import Catalogue
 from kvtier.tiers.remote.bucket.manifest_sync import ManifestSync
 from kvtier.tiers.remote.bucket.object_store import Missing, make_objects
-from kvtier.tiers.remote.bucket.opening import PackOptions
+from kvtier.tiers.remote.bucket.opening import PackFileOptions, PackOptions
 from kvtier.tiers.remote.bucket.pack_reader import PackReader
 from kvtier.tiers.remote.bucket.packs import PackCoding, PackShape, pack_name, pack_path
 from kvtier.tiers.remote.bucket.upkeep import IN_USE, Upkeep
@@ -69,7 +69,10 @@ class BucketTier(StoreTier):
             self._loop.close(CLOSE_S)
             raise
         request_s = max(options.request_s, self._upkeep.request_s)
-        self.facts = replace(self.facts, finds_at_once=True, request_s=request_s)
+        takes_writes = not isinstance(options, PackFileOptions)
+        self.facts = replace(
+            self.facts, finds_at_once=True, request_s=request_s, takes_writes=takes_writes
+        )
 
     @property
     def last_error(self) -> str:
@@ -179,10 +182,14 @@ class BucketTier(StoreTier):
             self._upkeep.note(str(error))
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        """Drop blocks. A permanent deletion is announced to other processes."""
-        if not for_good:
+        """Drop blocks. A permanent deletion is announced to other processes.
+
+        From a pack file, blocks are dropped for this process only.
+        """
+        if not for_good or not self.facts.takes_writes:
             self._catalogue.forget(keys)
-        super().drop(keys, for_good)
+        if self.facts.takes_writes:  # otherwise ``undeletable`` has whoever deletes report it
+            super().drop(keys, for_good)
 
     # -- upkeep ------------------------------------------------------------------------------------
 
