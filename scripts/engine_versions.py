@@ -166,7 +166,7 @@ def record(name: str, report: Path) -> None:
 def record_shapes(name: str, report: Path) -> None:
     """Note the cells of the table of shapes that tests of a version show.
 
-    A test names its cells in properties ``shows``: shape, tier, and ranks or "refused". One that
+    A test names its cells in properties ``shows``: shape, tier, and ranks or who refuses. One that
     passed adds them, and one that failed removes them. Exits if no test names any.
     """
     known = read_shapes()

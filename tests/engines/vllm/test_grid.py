@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tests.engines.vllm.engines import (
     prompt,
     run,
 )
+from tests.engines.vllm.shapes import SHAPES, options_of, save_random
 
 CELL = 4 * BLOCK
 NUM_CELLS = 6
@@ -47,11 +48,24 @@ def front(connects: Connects) -> Connects:
 
 
 @contextmanager
-def on_grid(connects: Connects, cell: int = CELL, **settings: object) -> Iterator[Any]:
-    """Run a vLLM. cell: tokens of one; 0 for no grid."""
+def on_grid(
+    connects: Connects,
+    cell: int = CELL,
+    options: Mapping[str, Any] = {},
+    **settings: object,
+) -> Iterator[Any]:
+    """Run a vLLM.
+
+    Args:
+        connects: configures its connector.
+        cell: tokens of one; 0 for no grid.
+        options: further ones of vLLM.
+        settings: further ones of kvtier.
+    """
     config = connects(host_capacity="512MiB", lookup_deadline_s=10, grid=cell, **settings)
-    options: dict[str, Any] = {"scheduler_cls": SCHEDULER} if cell else {}
-    with engine(config, max_num_batched_tokens=2048, max_num_seqs=16, **options) as llm:
+    scheduler: dict[str, Any] = {"scheduler_cls": SCHEDULER} if cell else {}
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 2048, "max_num_seqs": 16}
+    with engine(config, **sizes, **scheduler, **options) as llm:
         yield llm
 
 
@@ -79,6 +93,30 @@ def test_hit_has_the_bits_of_a_miss(front: Connects) -> None:
         before = loaded("host")
         assert bits(one_by_one(llm, PROMPTS[:2]), NUM_CELLS * CELL) == cold
         assert loaded("host") - before == 2 * NUM_CELLS
+
+
+@pytest.mark.parametrize("shape", ["gemma3", "gpt-oss", "llama4"])
+def test_hit_in_windows_has_the_bits_of_a_miss(front: Connects, shape: str, tmp_path: Path) -> None:
+    """One prompt leaves another one inside a cell, so vLLM looks for a shorter hit."""
+    save_random(SHAPES[shape], tmp_path / "model")
+    options = {"model": tmp_path / "model", **options_of(shape)}
+    first = PROMPTS[0]["prompt_token_ids"]
+    turns = [PROMPTS[0], {"prompt_token_ids": first[: 3 * CELL - 70] + first[:500]}]
+    with on_grid(front, options=options) as llm:
+        cold = bits(one_by_one(llm, turns[:1]), 0)
+        assert bits(one_by_one(llm, turns[:1]), NUM_CELLS * CELL) == cold
+        left = bits(one_by_one(llm, turns[1:]), 2 * CELL)
+        before = loaded("host")
+        assert llm.reset_prefix_cache()
+        assert bits(one_by_one(llm, turns[:1]), NUM_CELLS * CELL) == cold
+        assert llm.reset_prefix_cache()
+        ((cached, again),) = one_by_one(llm, turns[1:])
+        # Pages of its third cell pass to others behind a window, maybe while they are stored.
+        assert cached in (2 * CELL, 3 * CELL)
+        assert [again] == left
+        assert loaded("host") > before
+    with on_grid(front, options=options) as llm:
+        assert bits(one_by_one(llm, turns[1:]), 0) == left
 
 
 def test_hit_without_a_grid_has_other_bits(front: Connects) -> None:

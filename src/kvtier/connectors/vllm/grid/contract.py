@@ -11,7 +11,8 @@ VLLM = Contract(
     newest="0.32",
     run_with=("0.28", "0.32"),
     files=(
-        "config/scheduler.py", "config/speculative.py", "v1/core/kv_cache_manager.py",
+        "config/scheduler.py", "config/speculative.py", "v1/core/kv_cache_coordinator.py",
+        "v1/core/kv_cache_manager.py",
         "v1/core/sched/async_scheduler.py", "v1/core/sched/scheduler.py",
         "v1/kv_cache_interface.py", "v1/request.py",
     ),
@@ -30,10 +31,19 @@ VLLM = Contract(
             "cache_blocks": Takes("request, num_computed_tokens"),
         },
     },
-    called={"KVCacheManager": {"truncate_computed_blocks": Takes("blocks, num_computed_tokens")}},
+    called={
+        "KVCacheManager": {
+            "create_kv_cache_blocks": Takes("blocks"),
+            "truncate_computed_blocks": Takes("blocks, num_computed_tokens"),
+        },
+        "KVCacheCoordinator": {
+            "find_longest_cache_hit": Takes("block_hashes, max_cache_hit_length")},
+    },
     read={
         "AsyncScheduler": (),
         "KVCacheConfig": ("has_mamba_layers",),
+        "KVCacheCoordinator": ("retention_interval",),
+        "KVCacheManager": ("coordinator",),
         "Request": ("mm_features", "num_computed_tokens", "num_prompt_tokens", "resumable"),
         "Scheduler": ("kv_cache_manager", "max_num_scheduled_tokens", "num_prefill_lookahead",
                       "need_mamba_block_aligned_split", "num_spec_tokens", "scheduler_config"),

@@ -26,9 +26,15 @@ class GridCacheManager(KVCacheManager):
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
         blocks, num_tokens, boundary = super().get_computed_blocks(request)
-        if rest := num_tokens % self.grid:
+        while rest := num_tokens % self.grid:
             num_tokens -= rest
-            blocks = self.truncate_computed_blocks(blocks, num_tokens)
+            if len(blocks.blocks) == 1:
+                blocks = self.truncate_computed_blocks(blocks, num_tokens)
+            else:  # a window needs other blocks behind a shorter prefix, which vLLM may not have
+                found, num_tokens, _ = self.coordinator.find_longest_cache_hit(
+                    request.block_hashes, num_tokens
+                )
+                blocks = self.create_kv_cache_blocks(found)
         return blocks, num_tokens, boundary
 
     def allocate_slots(
@@ -90,6 +96,8 @@ class GridScheduler(Scheduler):
         # Not another object: connectors have this one.
         self.kv_cache_manager.__class__ = GridCacheManager
         self.kv_cache_manager.grid = self.grid
+        # Of a window vLLM would keep only what stands behind the prompt's last block.
+        self.kv_cache_manager.coordinator.retention_interval = self.grid
 
     def _mamba_block_aligned_split(
         self,

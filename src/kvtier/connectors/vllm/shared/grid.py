@@ -8,6 +8,7 @@ the same pieces as without it, so that its bits are the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import lcm
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.connectors.vllm.shared.settings import VllmSettings
@@ -39,10 +40,11 @@ def settle_grid(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     settings, groups = VllmSettings.read(extra), kv_cache_config.kv_cache_groups
     if not (grid := settings.grid):
         return
-    if len(groups) != 1 or kv_cache_config.has_mamba_layers:
-        raise settings.wrong("grid serves models with one KV group and no recurrent layers")
+    if kv_cache_config.has_mamba_layers:
+        raise settings.wrong("grid serves no models with recurrent layers")
     parallel = config.parallel_config
-    page = groups[0].kv_cache_spec.block_size * parallel.decode_context_parallel_size
+    page = lcm(*(group.kv_cache_spec.block_size for group in groups))
+    page *= parallel.decode_context_parallel_size
     page *= getattr(parallel, "prefill_context_parallel_size", 1)
     if grid % page:
         raise settings.wrong(f"grid: {grid} is no multiple of {page}, vLLM's block size")
