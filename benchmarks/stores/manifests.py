@@ -357,6 +357,11 @@ async def fleet(
     steady = sorted(
         seconds for at, seconds in late if begin_s <= at - zero_s < death_s - 2 * max(paces) - 15
     )
+    if not steady:
+        sys.exit(
+            f"{num} processes do not settle in these times: {requests.num_refused:,} requests were "
+            f"refused, and they publish every {max(paces):.0f} s"
+        )
     around = [seconds for at, seconds in late if at - zero_s >= death_s - 15]
     verbs = {
         verb: requests.per_s(verb, zero_s + begin_s, zero_s + death_s)
