@@ -20,6 +20,7 @@ from prometheus_client import REGISTRY
 from vllm.config import KVTransferConfig
 
 import kvtier
+from tests.kit.waiting import wait_until
 
 
 def _readable(model: Path) -> Path:
@@ -153,6 +154,11 @@ def are_close(one: Answer, other: Answer) -> bool:
 def one_by_one(llm: Any, prompts: list[Prompt]) -> list[tuple[int, Answer]]:
     """Call ``run`` for each prompt alone, with no other one in the batch."""
     return [run(llm, each)[0] for each in prompts]
+
+
+def reset(llm: Any, **options: bool) -> None:
+    """Empty vLLM's own pool, as soon as no store reads its pages."""
+    wait_until(lambda: llm.reset_prefix_cache(**options), "no page is held")
 
 
 def moved_from_disk(before: tuple[float, float] = (0, 0)) -> tuple[float, float]:

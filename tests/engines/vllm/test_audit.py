@@ -18,6 +18,7 @@ from tests.engines.vllm.engines import (
     engine,
     own_connector,
     prompt,
+    reset,
     run,
 )
 from tests.engines.vllm.test_lora import OPTIONS as LORA
@@ -89,22 +90,22 @@ def test_what_was_stored_wrong_is_found(
         run(llm, prompt(98, 20))  # the ranks report their slots with the first step
         found = Found(capfd)
         assert run(llm, some)[0][0] == 0
-        assert llm.reset_prefix_cache()
+        reset(llm)
         cached = run(llm, some)[0][0]
         assert cached < num_blocks * BLOCK, "a part is computed"
         ((tier, first, worst, _),) = found.lines(llm, 1)
         assert (tier, first) == ("host", cached)
         if fault == "last token":
             assert worst % BLOCK == BLOCK - 1
-        assert llm.reset_prefix_cache()
+        reset(llm)
         assert run(llm, some)[0][0] == 0, "nothing that was stored before is used"
-        assert llm.reset_prefix_cache()
+        reset(llm)
         run(llm, some)
         assert len(found.lines(llm, 2)) == 2, "and what was stored since is wrong, too"
-        assert llm.reset_prefix_cache()
+        reset(llm)
         for _ in range(2):
             assert run(llm, some)[0][0] == 0, "nothing is kept after a second difference"
-            assert llm.reset_prefix_cache()
+            reset(llm)
 
 
 @pytest.mark.timeout(600)
@@ -117,7 +118,7 @@ def test_one_ranks_shard_of_another_block_is_found(
     with engine(faulty(), tensor_parallel_size=2) as llm:
         found = Found(capfd)
         run(llm, some)
-        assert llm.reset_prefix_cache()
+        reset(llm)
         run(llm, some)
         assert len(found.lines(llm, 1)) == 1
 
@@ -161,7 +162,7 @@ def test_kv_of_another_adapter_is_found(
             ask(llm, other, 2)
             if lines := found.lines(llm):
                 break
-            assert llm.reset_prefix_cache()  # the first one's KV was not stored yet
+            reset(llm)  # the first one's KV was not stored yet
         assert len(lines) == 1
 
 
@@ -190,7 +191,7 @@ def serve_mixed(llm: Any, num: int, capfd: pytest.CaptureFixture[str]) -> dict[s
     for number, batch in enumerate(mixed(num, seed=num)):
         run(llm, *batch)
         if number % 3 == 0:
-            llm.reset_prefix_cache()
+            reset(llm)
     assert found.lines(llm) == []
     return {outcome: audited(outcome) - before[outcome] for outcome in outcomes}
 

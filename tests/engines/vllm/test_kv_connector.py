@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +15,7 @@ from tests.engines.vllm.engines import (
     one_by_one,
     own_connector,
     prompt,
+    reset,
     run,
 )
 
@@ -80,32 +79,24 @@ def test_requests_preempted_while_they_are_stored_answer_as_if_alone() -> None:
         cold = one_by_one(llm, prompts)
         assert [cached for cached, _ in cold] == [0] * 4
         alone = _answers(cold)
-        _reset(llm, reset_connector=True)
+        reset(llm, reset_connector=True)
         before = count("vllm:num_preemptions_total")
         together = run(llm, *prompts)
         assert count("vllm:num_preemptions_total") > before
         assert count("vllm:kvtier_chunks", tier="host") == num_slots
         assert all(are_close(*each) for each in zip(_answers(together), alone, strict=True))
-        _reset(llm)
+        reset(llm)
         again = one_by_one(llm, prompts)
         assert all(are_close(*each) for each in zip(_answers(again), alone, strict=True))
         others = [prompt(3100 + seed, 2 * BLOCK + 50) for seed in range(num_slots // 2)]
         one_by_one(llm, others)
-        _reset(llm)
+        reset(llm)
         found = [cached for cached, _ in one_by_one(llm, others)]
         assert found == [2 * BLOCK] * (num_slots // 2), "every slot has one of their blocks"
 
 
 def _answers(found: list[tuple[int, Answer]]) -> list[Answer]:
     return [answer for _, answer in found]
-
-
-def _reset(llm: Any, **options: bool) -> None:
-    """Empty the device's prefix cache, once no store reads its pages."""
-    end_s = time.monotonic() + 60
-    while not llm.reset_prefix_cache(**options):
-        assert time.monotonic() < end_s, "pages are held for ever"
-        time.sleep(0.1)
 
 
 @pytest.mark.timeout(900)
