@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -129,6 +130,21 @@ def test_more_than_the_disk_can_take_is_refused(harnesss: list[Harness]) -> None
     assert second.keys == [key_of(3)]
     assert harness.take_counted()(REFUSED_BLOCKS, "disk") == 2
     assert harness.store(4, 5, 6).keys == [key_of(4), key_of(5), key_of(6)]
+
+
+def test_blocks_of_a_tier_that_is_only_read_are_not_counted_as_refused(
+    harnesss: list[Harness],
+) -> None:
+    stored_blocks = StoredBlocks()
+    writer = memory(4, stored_blocks)
+    open_harness(harnesss, writer).store(1)
+    facts = replace(writer.facts, takes_writes=False)
+    tier = memory(4, stored_blocks, facts)
+    harness = open_harness(harnesss, tier)
+    assert harness.store(2).keys == []
+    assert harness.load(1, 2) == [1]
+    assert tier.num_written == 0
+    assert harness.take_counted()(REFUSED_BLOCKS, "disk") == 0
 
 
 def test_changes_are_told_in_order(harnesss: list[Harness]) -> None:

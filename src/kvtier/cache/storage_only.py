@@ -344,10 +344,11 @@ class StorageOnlyCache:
         now = self._states(list(at))
         free = ~(now.moving | now.in_memory)
         new = list(compress(at, free & ~now.stored))
-        may_write = self.digest and self._tier.facts.takes_writes
+        takes_writes = self._tier.facts.takes_writes
+        may_write = self.digest and takes_writes
         num_new = min(len(new), self._most_queued - self._num_queued) if may_write else 0
         refused = set(new[num_new:])
-        if refused:
+        if refused and takes_writes:
             self.ladder.metrics.count(REFUSED_BLOCKS, len(refused), tier=self._tier.name)
         placed = [key for key in compress(at, free) if key not in refused]
         job = self._begin(False, at, placed, new[:num_new])

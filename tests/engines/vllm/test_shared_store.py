@@ -95,7 +95,7 @@ def test_two_ranks_load_the_shards_that_two_others_have_stored(
 
 
 class Cluster:
-    """A Valkey Cluster, one of whose primaries dies for good."""
+    """A Valkey Cluster. One primary dies, and its replica takes over."""
 
     tier = "valkey"
 

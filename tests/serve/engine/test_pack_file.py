@@ -53,9 +53,9 @@ def file(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> 
     lines.write_text("".join(json.dumps({"prompt": prompt}) + "\n\n" for prompt in prompts))
     done = kvtier("export", str(lines), str(made), "--model", MODEL, *SIZES, "--json")
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert (told["num_prompts"], told["num_tokens"]) == (3, 3 * NUM_TOKENS)
-    assert told["num_blocks"] == 3 * NUM_CACHED // 32
+    result = json.loads(done.stdout)
+    assert (result["num_prompts"], result["num_tokens"]) == (3, 3 * NUM_TOKENS)
+    assert result["num_blocks"] == 3 * NUM_CACHED // 32
     assert sorted(each.name for each in folder.iterdir()) == [lines.name, made.name]
     return made
 
@@ -216,11 +216,11 @@ def test_one_bad_prompt_is_found_before_any_is_computed(
         pytest.fail("a prompt was computed")
 
     monkeypatch.setattr(Engine, "submit", submit)
-    told = refused("export", str(lines), str(tmp_path / "a.kvpack"), "--model", MODEL, *SIZES)
-    assert "line 2" in told
+    message = refused("export", str(lines), str(tmp_path / "a.kvpack"), "--model", MODEL, *SIZES)
+    assert "line 2" in message
 
 
 def test_prompts_need_a_model_and_a_file(tmp_path: Path) -> None:
     assert "give --model" in refused("export", str(tmp_path / "none"), str(tmp_path / "a"))
-    told = refused("export", str(tmp_path / "none"), str(tmp_path / "a"), "--model", MODEL)
-    assert "No such file" in told
+    message = refused("export", str(tmp_path / "none"), str(tmp_path / "a"), "--model", MODEL)
+    assert "No such file" in message

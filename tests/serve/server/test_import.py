@@ -54,9 +54,9 @@ def test_a_running_server_takes_a_file_into_its_store_and_memory(
     with started([f"near=dir://{tmp_path}/kv?poll_s=0.1&publish_s=0.1"]) as served:
         done = kvtier("import", str(file), served.url, "--json", **{CONTROL_KEY_VARIABLE: KEY})
         assert done.exit_code == 0, done.output
-        told = json.loads(done.stdout)
-        num_blocks = told["num_copied"]
-        assert told["store"] == "near"
+        result = json.loads(done.stdout)
+        num_blocks = result["num_copied"]
+        assert result["store"] == "near"
         assert num_blocks > 0
 
         def bring() -> bool:
@@ -76,12 +76,12 @@ def test_a_running_server_takes_a_file_into_its_store_and_memory(
 def test_a_running_server_refuses_what_it_can_not_use(file: Path, tmp_path: Path) -> None:
     environment = {CONTROL_KEY_VARIABLE: KEY}
     with started([f"dir://{tmp_path}/kv"], chunk_tokens=32) as served:
-        told = refused("import", str(file), served.url, **environment)
-        assert "chunk_tokens '64' and not '32'" in told
-        told = refused("import", str(tmp_path / "none"), served.url, **environment)
-        assert "No such file" in told
-        told = refused("import", str(file), served.url, **{CONTROL_KEY_VARIABLE: "another"})
-        assert "key is wrong" in told
+        message = refused("import", str(file), served.url, **environment)
+        assert "chunk_tokens '64' and not '32'" in message
+        message = refused("import", str(tmp_path / "none"), served.url, **environment)
+        assert "No such file" in message
+        message = refused("import", str(file), served.url, **{CONTROL_KEY_VARIABLE: "another"})
+        assert "key is wrong" in message
     assert not (tmp_path / "kv" / "packs").exists()
     with started([f"file=pack://{file}"]) as served:
         assert "has no store to import into" in refused(

@@ -33,7 +33,7 @@ class WarmStart:
     """A copy at the start: the hottest blocks of one store, into the directory in front of it.
 
     far, near: names of the tiers. far_url, near_url: their URLs, in which a password may be.
-    max_bytes: largest size of all copied blocks, including those that the directory has already.
+    max_bytes: largest size of all copied blocks; blocks that the directory already has count, too.
     """
 
     far: str

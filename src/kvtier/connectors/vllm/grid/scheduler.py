@@ -30,7 +30,7 @@ class GridCacheManager(KVCacheManager):
             num_tokens -= rest
             if len(blocks.blocks) == 1:
                 blocks = self.truncate_computed_blocks(blocks, num_tokens)
-            else:  # a window needs other blocks behind a shorter prefix, which vLLM may not have
+            else:  # a shorter prefix needs earlier blocks of a window, which may be evicted
                 found, num_tokens, _ = self.coordinator.find_longest_cache_hit(
                     request.block_hashes, num_tokens
                 )
@@ -96,7 +96,8 @@ class GridScheduler(Scheduler):
         # Not another object: connectors have this one.
         self.kv_cache_manager.__class__ = GridCacheManager
         self.kv_cache_manager.grid = self.grid
-        # Of a window vLLM would keep only what stands behind the prompt's last block.
+        # By default vLLM keeps a window only before the prompt's last block. Hits end with cells,
+        # so the window before the end of each cell is needed, too.
         self.kv_cache_manager.coordinator.retention_interval = self.grid
 
     def _mamba_block_aligned_split(

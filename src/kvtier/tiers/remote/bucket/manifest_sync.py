@@ -237,7 +237,7 @@ class ManifestSync:
         return found.covered_ns / 1e9 if found is not None and found.covered_ns else float("inf")
 
     async def list_manifests(self) -> list[Listed]:
-        """List all manifests, and forget those that were deleted."""
+        """List all manifests, and forget deleted ones."""
         known = [self.read, self.logged, self.not_understood]
         before = [set(paths) for paths in known]
         listed = await self._objects.listed("manifests")

@@ -131,7 +131,7 @@ class KVIdentity:
 class PackFileIndex:
     """Contents of a pack file.
 
-    about: text of whoever made it.
+    about: text that was given when the file was made.
     made_by: kvtier's version.
     identity: of the KV; None for the packs of a store, whose keys tell no model.
     num_prompts, num_tokens: of the prompts; 0 if they are not known.

@@ -188,7 +188,7 @@ class BucketTier(StoreTier):
         """
         if not for_good or not self.facts.takes_writes:
             self._catalogue.forget(keys)
-        if self.facts.takes_writes:  # otherwise ``undeletable`` has whoever deletes report it
+        if self.facts.takes_writes:  # callers report the others by ``undeletable``
             super().drop(keys, for_good)
 
     # -- upkeep ------------------------------------------------------------------------------------
