@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.stores.servers import REQUESTS, Client, Memory, Place
+from benchmarks.stores.servers import DEAD, REQUESTS, Client, Memory, Place
 from kvtier.core.types import BlockKey
 from kvtier.tiers.remote.bucket.packs import PACK_BYTES
 
@@ -84,7 +89,7 @@ class DirectoryPlace(Place):
     port = 0
     has_to_ask = False
     is_far = False
-    troubles = ()
+    troubles = (DEAD,) if shutil.which("bindfs") else ()
 
     @classmethod
     def missing(cls) -> str | None:
@@ -102,3 +107,29 @@ class DirectoryPlace(Place):
 
     def close(self) -> None:
         """Nothing runs."""
+
+    @contextmanager
+    def way(self) -> Iterator[tuple[int, Callable[[str], AbstractContextManager[None]]]]:
+        """Mount the folder through a process, as that of a file server that may stop."""
+        behind, front = self._folder / "behind", self._folder / "tier"
+        for folder in (behind, front):
+            folder.mkdir()
+        server = subprocess.Popen(["bindfs", "-f", behind, front])
+        while not front.is_mount():
+            assert server.poll() is None, "bindfs could not mount a folder"
+            time.sleep(0.01)
+
+        @contextmanager
+        def stopped(trouble: str) -> Iterator[None]:
+            assert trouble == DEAD
+            server.send_signal(signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                server.send_signal(signal.SIGCONT)
+
+        try:
+            yield 0, stopped
+        finally:
+            server.terminate()
+            server.wait()

@@ -42,6 +42,7 @@ from kvtier.tiers.remote.bucket.object_store import (
     Taken,
     make_objects,
 )
+from kvtier.tiers.remote.bucket.objects import NUM_RETRIES
 from kvtier.tiers.remote.bucket.opening import S3Options
 from kvtier.tiers.remote.bucket.upkeep import Upkeep
 from kvtier.tiers.remote.envelope import as_keys
@@ -58,6 +59,8 @@ SPREAD: Final = 0.4
 PAGE: Final = 1000
 MAX_PER_S: Final = {"GET": 5500, "PUT": 3500}
 """Requests a second that S3 promises for a prefix: reads; writes, lists and deletions."""
+BACKOFF_S: Final = 0.05
+"""Pause before the client's first retry of a refused request; each further one takes twice that."""
 DOLLARS: Final = {"GET": 0.0004, "PUT": 0.005, "LIST": 0.005, "DELETE": 0.0}
 """List price of 1,000 requests."""
 NUM_READERS: Final = 8
@@ -139,7 +142,8 @@ class Counted(ObjectStore):
 class ModelOfS3(ObjectStore):
     """Objects in memory, behind the times and limits of S3.
 
-    All objects count as one prefix, and a second that has too many requests refuses the rest.
+    All objects count as one prefix, and a second that has too many requests refuses the rest. They
+    are tried again as by the real client.
     """
 
     def __init__(self, requests: Requests) -> None:
@@ -148,7 +152,7 @@ class ModelOfS3(ObjectStore):
         self._listed: dict[str, list[Listed]] = defaultdict(list)
         """By folder, sorted by path."""
 
-    async def _take(self, verb: str, num: int = 1) -> None:
+    async def _take(self, verb: str, num: int = 1, retries: int = 0) -> None:
         limited = "GET" if verb == "GET" else "PUT"
         total = self.requests.note(verb, num)
         if limited == "PUT":
@@ -156,9 +160,13 @@ class ModelOfS3(ObjectStore):
             total = sum(self.requests.num[each][second] for each in ("PUT", "LIST", "DELETE"))
         seconds = sum(SECONDS[verb] * random.lognormvariate(0, SPREAD) for _ in range(num))
         await asyncio.sleep(seconds)
-        if total > MAX_PER_S[limited]:
-            self.requests.num_refused += 1
+        if total <= MAX_PER_S[limited]:
+            return
+        self.requests.num_refused += 1
+        if retries == NUM_RETRIES:
             raise Unreachable("SlowDown")
+        await asyncio.sleep(random.uniform(0.5, 1) * BACKOFF_S * 2**retries)
+        await self._take(verb, num, retries + 1)
 
     async def put(self, path: str, content: object, create: bool = False) -> None:
         await self._take("PUT")
@@ -236,21 +244,37 @@ class Unmeasured(ManifestSync):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._unread: deque[LogObject] = deque(maxlen=256)
+        self._is_reading_all = False
 
     def advance(self, found: LogObject | None) -> None:
-        if found is not None:
+        if found is not None and found.writer != self.writer:
             self._unread.append(found)
             found = LogObject(
                 found.writer, (), found.pace_ms, found.covered_ns, found.used_bytes, found.touch_s
             )
         super().advance(found)
 
+    async def follow(self) -> None:
+        await super().follow()
+        if self._is_reading_all:
+            self._note_unread()
+
+    async def read_all(self, skips_newest: bool = False) -> None:
+        self._is_reading_all = True
+        try:
+            await super().read_all(skips_newest)
+        finally:
+            self._is_reading_all = False
+
     async def list_manifests(self) -> list[Listed]:
+        self._note_unread()
+        return await super().list_manifests()
+
+    def _note_unread(self) -> None:
         while self._unread:
             for path, _ in self._unread.popleft().entries:
                 self.logged.add(path)
                 self.read.add(path)
-        return await super().list_manifests()
 
 
 @dataclass

@@ -252,6 +252,29 @@ def test_prometheus_reads_its_settings(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_released_packages_link_to_the_repository_that_builds_them(tmp_path: Path) -> None:
+    release = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    url = "https://example.org/someone/kvtier"
+    names = ["pyproject.toml", "scripts/tiny/pyproject.toml"]
+    for job in ("sdist", "wheels"):
+        (step,) = (
+            step for step in release["jobs"][job]["steps"] if step.get("name") == "Project URLs"
+        )
+        for name in names:
+            (tmp_path / job / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / job / name)
+        subprocess.run(
+            ["bash", "-ec", step["run"]], cwd=tmp_path / job, env={"URL": url}, check=True
+        )
+        for name in names:
+            project = tomllib.loads((tmp_path / job / name).read_text())["project"]
+            assert project["urls"] == {
+                "Source": url,
+                "Changelog": f"{url}/blob/HEAD/CHANGELOG.md",
+                "Issues": f"{url}/issues",
+            }
+
+
 def test_an_image_is_built_of_what_the_build_reads() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (ROOT / ".dockerignore").read_text().splitlines()

@@ -142,6 +142,56 @@ def test_reader_reads_one_object_for_all_writers() -> None:
     run(test)
 
 
+def test_start_reads_the_log_instead_of_manifests_that_are_in_it() -> None:
+    """Without that, a start of all processes at once costs the square of their number."""
+
+    async def test() -> None:
+        store = MemoryStore()
+        merger, writer = Process(store), Process(store)
+        await merger.look()
+        for number in range(400):
+            store.now_s += 3 * (number % 40 == 0)
+            await writer.write(number)
+            if number % 40 == 39:
+                await merger.look()
+        asked: list[str] = []
+        store.before = lambda verb, path: asked.append(path)
+        late = Process(store)
+        await late.look()
+        assert late.knows(*range(401)) == list(range(400))
+        assert len(store.names("manifests")) == 400
+        assert len(asked) <= 20
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merging, "NUM_MERGED", 1000)
+        run(test)
+
+
+def test_start_knows_what_was_merged_before_its_first_object_of_the_log() -> None:
+    """A merged manifest is in the log without its content."""
+
+    async def test() -> None:
+        for num_rounds in range(1, 24):
+            store = MemoryStore()
+            merger, writer = Process(store), Process(store)
+            await merger.look()
+            for number in range(6 * num_rounds):
+                await writer.write(number)
+                if number % 6 == 5:
+                    store.now_s += 1
+                    await merger.look()
+            late = Process(store)
+            await late.look()
+            await merger.look()
+            store.now_s += 20
+            for each in (merger, late):
+                await each.look()
+            assert late.knows(*range(6 * num_rounds)) == list(range(6 * num_rounds))
+
+    with small_merges():
+        run(test)
+
+
 def test_one_of_many_becomes_the_merger() -> None:
     async def test() -> None:
         store = MemoryStore()

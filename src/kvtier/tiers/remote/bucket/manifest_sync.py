@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Final
@@ -26,12 +27,8 @@ NUM_READS: Final = 16
 """Concurrent reads of manifests."""
 CLOCK_S: Final = 2.0
 """Resolution of a store's clock, and about the difference between those of its servers."""
-FEW: Final = 64
-"""Up to this many new manifests are read one by one, even if the log may have them."""
-SOON_S: Final = 15.0
-"""Time until the next list, if more than that were not read."""
 LIST_S: Final = 600.0
-"""Usual interval of lists, in case that a manifest is missing in the log."""
+"""Interval of lists, in case that a manifest is missing in the log."""
 MAX_AHEAD_NS: Final = 15 * 60 * 10**9
 """A manifest whose stamp is further in the future is ignored until then, because the stamps of this
 process have to be larger than all that it has read. S3 refuses clients with such a clock."""
@@ -40,8 +37,9 @@ process have to be larger than all that it has read. S3 refuses clients with suc
 class ManifestSync:
     """Publishes what this process writes, and reads what others have published.
 
-    A process lists the manifests when it starts. Then it reads the log, into which the merger (see
-    ``merging``) copies the manifests of all processes: each poll requests the next object.
+    A process that starts lists the manifests, and reads those that are no longer in the log. Then
+    it reads the log, into which the merger (see ``merging``) copies the manifests of all processes:
+    each poll requests the next object.
 
     position: number of the newest object of the log that was read.
     last: that object; None if there is none, or if it was not understood.
@@ -86,6 +84,8 @@ class ManifestSync:
         self._list_at_s = 0.0
         self._has_all = False
         """Whether all manifests in the log were read here, so merged ones need not be read."""
+        self._awaited: dict[str, Listed] = {}
+        """Manifests of the last list that were not read, because the log should bring them."""
         self.position = 0
         self.last: LogObject | None = None
         self.seen_s = float("-inf")
@@ -203,15 +203,9 @@ class ManifestSync:
         """
         if self.last is not None:
             await self.follow()
-        objects = await self._objects.listed(FOLDER)
-        newest = max((number_of(each.path) for each in objects), default=0)
+        log = await self._objects.listed(FOLDER)
+        newest = max((number_of(each.path) for each in log), default=0)
         self.must_list = False  # from here on, others may set it again
-        has_skipped = self.last is None or newest != self.position
-        if has_skipped:
-            # The list below has the content of these objects. Only the newest object is needed: its
-            # writer is the merger.
-            self.position = max(0, newest - 1)
-        covered_s = await self._covered_s(newest) if skips_newest else float("inf")
         listed = await self.list_manifests()
         now = self._now_ns()
         unread = [
@@ -219,22 +213,21 @@ class ManifestSync:
             for each in listed
             if each.path not in self.read and self._too_early.get(each.path, 0) <= now
         ]
-        old = [each for each in unread if each.written_s < covered_s - CLOCK_S]
-        # The others will be in the next objects of the log, unless they were in objects that were
-        # skipped. Another list finds those.
-        self._has_all = not has_skipped or len(unread) - len(old) <= FEW
-        await self.get_each(unread if has_skipped and self._has_all else old, self.take)
+        if self.last is None or newest != self.position or not self._has_all:
+            self._has_all = False
+            self.position, begin_s = _where_to_begin(log, unread)
+            await self.get_each([each for each in unread if each.written_s < begin_s], self.take)
+        self._awaited = {each.path: each for each in unread}
         await self.follow()
-        delay_s = LIST_S * random.uniform(0.75, 1.25) if self._has_all else SOON_S
-        self._list_at_s = asyncio.get_running_loop().time() + delay_s
-
-    async def _covered_s(self, number: int) -> float:
-        """Return ``LogObject.covered_ns`` of the newest object, in seconds; infinity if unknown."""
-        try:
-            found = LogObject.from_bytes(await self._objects.get(log_path(number)))
-        except Missing:
-            found = None
-        return found.covered_ns / 1e9 if found is not None and found.covered_ns else float("inf")
+        self.must_list |= self.position < newest  # the next object was deleted meanwhile
+        covered_s = float("inf")
+        if skips_newest and self.last is not None and self.last.covered_ns:
+            covered_s = self.last.covered_ns / 1e9 - CLOCK_S
+        left = [each for each in unread if each.path not in self.read]
+        await self.get_each([each for each in left if each.written_s < covered_s], self.take)
+        self._awaited = {each.path: each for each in left if each.path not in self.read}
+        self._has_all = not self.must_list
+        self._list_at_s = asyncio.get_running_loop().time() + LIST_S * random.uniform(0.75, 1.25)
 
     async def list_manifests(self) -> list[Listed]:
         """List all manifests, and forget deleted ones."""
@@ -279,7 +272,15 @@ class ManifestSync:
                 content = await self._objects.get(log_path(self.position + 1))
             except Missing:
                 return
-            self.advance(LogObject.from_bytes(content))
+            found = LogObject.from_bytes(content)
+            # What was merged into these may be in objects that were skipped.
+            merged = [
+                self._awaited[path]
+                for path, content in (found.entries if found is not None else ())
+                if not content and path in self._awaited and path not in self.read
+            ]
+            await self.get_each(merged, self.take)
+            self.advance(found)
 
     def advance(self, found: LogObject | None) -> None:
         """Apply the next object of the log. found: None for one that is not understood."""
@@ -288,7 +289,7 @@ class ManifestSync:
         self.seen_s = asyncio.get_running_loop().time()
         if found is None:
             logger.warning("an object of the log is not understood number=%d", self.position)
-            self.must_list = True
+            self.must_list, self._has_all = True, False
             return
         packs: list[Pack] = []
         for path, content in found.entries:
@@ -336,3 +337,25 @@ class ManifestSync:
         """Return whether the codec and the key of a pack are known here."""
         coding = pack.coding
         return self._can_read(coding.codec, coding.key_id) if coding else self._can_read(RAW, 0)
+
+
+def _where_to_begin(log: Sequence[Listed], unread: Sequence[Listed]) -> tuple[int, float]:
+    """Choose where a process that knows nothing begins to read the log.
+
+    An object of the log has the content of hundreds of manifests, so reading some old objects can
+    replace many requests. Manifests that were written after an object are in later ones.
+
+    Returns the number of the object before the first one to read, and the time up to which
+    manifests are not certain to be in the log from there on. That makes the fewest requests.
+    """
+    written_s = sorted(each.written_s for each in unread)
+    objects = sorted(((number_of(each.path), each.written_s) for each in log), reverse=True)
+    newest = objects[0][0] if objects else 0
+    best, begin, begin_s = len(unread) + 1, max(0, newest - 1), float("inf")
+    for num, (number, at_s) in enumerate(objects):
+        if not number or number != newest - num:  # objects before a gap can't be followed
+            break
+        alone = bisect_left(written_s, at_s + CLOCK_S)
+        if num + 1 + alone < best:
+            best, begin, begin_s = num + 1 + alone, number - 1, at_s + CLOCK_S
+    return begin, begin_s

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -29,6 +29,8 @@ from kvtier.tiers.remote.bucket.packs import PackName
 
 NUM_MERGED: Final = 16
 """As many manifests of about one size become one."""
+SMALL_BYTES: Final = 256 << 10
+"""All sizes below count as one, so that few manifests are left for a process that starts."""
 MAX_ENTRIES: Final = 4096
 MAX_ENTRY_BYTES: Final = 16 << 20
 """Limits of one object of the log. The rest is left for the next one."""
@@ -199,7 +201,8 @@ class Merger:
         if await self._append(made):
             self._merged.clear()
             are_out = {each.path for each in listed if each.written_s < covered_s - MARGIN_S}
-            await self._compact([each for each in listed if each.path in are_out | sync.logged])
+            some = [each for each in listed if each.path in are_out | sync.logged]
+            await self._compact(some, dict(made.entries))
             if not sync.position % TRIM_EVERY and await self._check_newest():
                 await self._trim()
 
@@ -255,13 +258,17 @@ class Merger:
 
     # -- fewer manifests ---------------------------------------------------------------------------
 
-    async def _compact(self, listed: Sequence[Listed]) -> None:
-        """Replace manifests by larger ones. listed: manifests whose content is in the log."""
+    async def _compact(self, listed: Sequence[Listed], contents: Mapping[str, bytes]) -> None:
+        """Replace manifests by larger ones.
+
+        listed: manifests whose content is in the log.
+        contents: content of some by path; the others are read.
+        """
         sync = self._sync
         groups: dict[int, list[Listed]] = defaultdict(list)
         for each in listed:
             if each.path in sync.read and each.path not in sync.not_understood:
-                groups[each.num_bytes.bit_length() // 4].append(each)
+                groups[max(each.num_bytes, SMALL_BYTES).bit_length() // 4].append(each)
         least, bound = NUM_MERGED, self._bound
         if bound is not None and bound.num_deleted > len(
             bound
@@ -273,12 +280,13 @@ class Merger:
             if len(some) >= least:
                 if not await self._check_newest():
                     return
-                await self._replace(some)
+                await self._replace(some, contents)
 
-    async def _replace(self, listed: Sequence[Listed]) -> None:
+    async def _replace(self, listed: Sequence[Listed], contents: Mapping[str, bytes]) -> None:
         """Write the content of some manifests as one per block size and coding; delete them."""
-        found: dict[str, bytes] = {}
-        await self._sync.get_each(listed, found.__setitem__)
+        found = {each.path: contents.get(each.path, b"") for each in listed}
+        unread = [each for each in listed if not found[each.path]]
+        await self._sync.get_each(unread, found.__setitem__)
         packs: dict[int, list[Pack]] = defaultdict(list)
         tombstones: dict[int, dict[BlockKey, Tombstone]] = defaultdict(dict)
         read = []
