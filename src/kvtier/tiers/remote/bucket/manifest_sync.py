@@ -257,7 +257,7 @@ class ManifestSync:
                 try:
                     content = await self._objects.get(each.path)
                 except Missing:
-                    self.must_list = True
+                    self.must_list, self._has_all = True, False
                     return
             take(each.path, content)
 
