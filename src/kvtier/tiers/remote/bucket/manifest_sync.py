@@ -30,7 +30,7 @@ from kvtier.tiers.storage import Keys
 
 logger = logging.getLogger(__name__)
 
-NUM_READS: Final = 16
+NUM_READS: Final = 32
 """Concurrent reads of manifests."""
 CLOCK_S: Final = 2.0
 """Resolution of a store's clock, and about the difference between those of its servers."""
