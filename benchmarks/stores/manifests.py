@@ -229,8 +229,10 @@ class Watched(Catalogue):
         for pack in packs:
             key = pack.keys[:1].tobytes()
             began = self._written.get(key)
-            if began is not None and began < now and key not in self._known:
-                self._known.add(key)
+            if began is None or key in self._known:
+                continue
+            self._known.add(key)
+            if began < now:  # not its own
                 self._late.append((began, now - began))
 
 
@@ -353,10 +355,9 @@ async def fleet(
         while True:
             await asyncio.sleep(random.uniform(0.5, 1.5) * write_s)
             keys = os.urandom(32 * BLOCKS_PER_PACK)
-            now = loop.time()
-            member.sync.add(as_keys([keys[at : at + 32] for at in range(0, len(keys), 32)]))  # type: ignore[misc]
             if random.random() < 1 / TRACKED_EVERY:
-                written[keys[:32]] = now
+                written[keys[:32]] = loop.time()
+            member.sync.add(as_keys([keys[at : at + 32] for at in range(0, len(keys), 32)]))  # type: ignore[misc]
 
     async def live(member: Member) -> None:
         await asyncio.sleep(random.random() * begin_s / 2)

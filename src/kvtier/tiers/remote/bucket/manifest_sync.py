@@ -16,14 +16,21 @@ from kvtier.core.types import BlockKey
 from kvtier.tiers.codecs.codec import RAW
 from kvtier.tiers.remote.bucket.catalogue import Catalogue
 from kvtier.tiers.remote.bucket.manifest_log import FOLDER, LogObject, log_path, number_of
-from kvtier.tiers.remote.bucket.manifests import MAX_BYTES, Manifest, Pack, Tombstone, manifest_path
+from kvtier.tiers.remote.bucket.manifests import (
+    MAX_BYTES,
+    Manifest,
+    Pack,
+    Tombstone,
+    manifest_path,
+    writer_of,
+)
 from kvtier.tiers.remote.bucket.object_store import Listed, Missing, ObjectStore, Taken
 from kvtier.tiers.remote.bucket.packs import PackCoding, PackName
 from kvtier.tiers.storage import Keys
 
 logger = logging.getLogger(__name__)
 
-NUM_READS: Final = 16
+NUM_READS: Final = 32
 """Concurrent reads of manifests."""
 CLOCK_S: Final = 2.0
 """Resolution of a store's clock, and about the difference between those of its servers."""
@@ -84,8 +91,6 @@ class ManifestSync:
         self._list_at_s = 0.0
         self._has_all = False
         """Whether all manifests in the log were read here, so merged ones need not be read."""
-        self._awaited: dict[str, Listed] = {}
-        """Manifests of the last list that were not read, because the log should bring them."""
         self.position = 0
         self.last: LogObject | None = None
         self.seen_s = float("-inf")
@@ -217,17 +222,19 @@ class ManifestSync:
             self._has_all = False
             self.position, begin_s = _where_to_begin(log, unread)
             await self.get_each([each for each in unread if each.written_s < begin_s], self.take)
-        self._awaited = {each.path: each for each in unread}
         await self.follow()
         self.must_list |= self.position < newest  # the next object was deleted meanwhile
-        covered_s = float("inf")
-        if skips_newest and self.last is not None and self.last.covered_ns:
-            covered_s = self.last.covered_ns / 1e9 - CLOCK_S
         left = [each for each in unread if each.path not in self.read]
-        await self.get_each([each for each in left if each.written_s < covered_s], self.take)
-        self._awaited = {each.path: each for each in left if each.path not in self.read}
+        await self.get_each([each for each in left if self._is_due(each, skips_newest)], self.take)
         self._has_all = not self.must_list
         self._list_at_s = asyncio.get_running_loop().time() + LIST_S * random.uniform(0.75, 1.25)
+
+    def _is_due(self, unread: Listed, skips_newest: bool) -> bool:
+        """Return whether the log will not bring the content of a manifest any more."""
+        if not skips_newest or self.last is None or not self.last.covered_ns:
+            return True
+        is_merged = unread.path in self.logged or writer_of(unread.path) == self.last.writer
+        return is_merged or unread.written_s < self.last.covered_ns / 1e9 - CLOCK_S
 
     async def list_manifests(self) -> list[Listed]:
         """List all manifests, and forget deleted ones."""
@@ -257,7 +264,7 @@ class ManifestSync:
                 try:
                     content = await self._objects.get(each.path)
                 except Missing:
-                    self.must_list = True
+                    self.must_list, self._has_all = True, False
                     return
             take(each.path, content)
 
@@ -272,15 +279,7 @@ class ManifestSync:
                 content = await self._objects.get(log_path(self.position + 1))
             except Missing:
                 return
-            found = LogObject.from_bytes(content)
-            # What was merged into these may be in objects that were skipped.
-            merged = [
-                self._awaited[path]
-                for path, content in (found.entries if found is not None else ())
-                if not content and path in self._awaited and path not in self.read
-            ]
-            await self.get_each(merged, self.take)
-            self.advance(found)
+            self.advance(LogObject.from_bytes(content))
 
     def advance(self, found: LogObject | None) -> None:
         """Apply the next object of the log. found: None for one that is not understood."""

@@ -184,3 +184,8 @@ def is_pack(pack: Pack, block_bytes: int) -> bool:
 def manifest_path(writer: str, number: int) -> str:
     """Return the path of a manifest below the prefix."""
     return f"manifests/{writer}/{number:08d}"
+
+
+def writer_of(path: str) -> str:
+    """Return the writer of a manifest."""
+    return path.split("/")[-2]
