@@ -150,7 +150,7 @@ def test_start_reads_the_log_instead_of_manifests_that_are_in_it() -> None:
         merger, writer = Process(store), Process(store)
         await merger.look()
         for number in range(400):
-            store.now_s += 3 * (number % 40 == 0)
+            store.now_s += 12 * (number % 40 == 0)
             await writer.write(number)
             if number % 40 == 39:
                 await merger.look()
@@ -187,6 +187,65 @@ def test_start_knows_what_was_merged_before_its_first_object_of_the_log() -> Non
             for each in (merger, late):
                 await each.look()
             assert late.knows(*range(6 * num_rounds)) == list(range(6 * num_rounds))
+
+    with small_merges():
+        run(test)
+
+
+def test_start_knows_what_a_server_ahead_of_others_has_stamped() -> None:
+    """It seems to be newer than the objects of the log that follow it."""
+
+    async def test() -> None:
+        store = MemoryStore()
+        merger, writer = Process(store), Process(store)
+        await merger.look()
+        store.now_s += 9
+        await writer.write(0)
+        store.now_s -= 9
+        await merger.look()
+        store.now_s += 5
+        await merger.look()
+        late = Process(store)
+        await late.look()
+        assert late.knows(0, 1) == [0]
+
+    run(test)
+
+
+def test_start_knows_what_is_merged_twice_before_its_second_poll() -> None:
+    """The manifest that it waits for has been replaced by then."""
+
+    async def test() -> None:
+        store = MemoryStore()
+        merger, writer, late = (Process(store) for _ in range(3))
+        await merger.look()
+        made = iter(range(1000))
+
+        async def write(num: int) -> None:
+            for _ in range(num):
+                await writer.write(next(made))
+
+        def slow(verb: str, path: str) -> None:
+            is_merged = verb == "put" and path.startswith(f"manifests/{merger.sync.writer}")
+            store.now_s += 12 * is_merged
+
+        for number in range(5):
+            await write(4)
+            store.now_s += 5
+            store.before = slow if number == 4 else store.before
+            await merger.look()
+        store.before = lambda verb, path: None
+        store.now_s += 1
+        await write(8)
+        await late.look()
+        for num in (4, 4, 0, 0):
+            await write(num)
+            store.now_s += 5
+            await merger.look()
+        for _ in range(2):
+            await late.look()
+        expected = list(range(next(made)))
+        assert late.knows(*expected) == expected
 
     with small_merges():
         run(test)

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 NUM_READS: Final = 32
 """Concurrent reads of manifests."""
-CLOCK_S: Final = 2.0
-"""Resolution of a store's clock, and about the difference between those of its servers."""
+MARGIN_S: Final = 10.0
+"""Difference of the clocks of a store's servers, and their resolution."""
 LIST_S: Final = 600.0
 """Interval of lists, in case that a manifest is missing in the log."""
 MAX_AHEAD_NS: Final = 15 * 60 * 10**9
@@ -91,6 +91,8 @@ class ManifestSync:
         self._list_at_s = 0.0
         self._has_all = False
         """Whether all manifests in the log were read here, so merged ones need not be read."""
+        self._unclear = 0
+        """Number of the newest object of the log that was not understood."""
         self.position = 0
         self.last: LogObject | None = None
         self.seen_s = float("-inf")
@@ -210,7 +212,9 @@ class ManifestSync:
             await self.follow()
         log = await self._objects.listed(FOLDER)
         newest = max((number_of(each.path) for each in log), default=0)
-        self.must_list = False  # from here on, others may set it again
+        self._has_all &= not self.must_list
+        # From here on, others may set it again. After an error, the next poll lists again.
+        self.must_list, self._list_at_s = False, 0.0
         listed = await self.list_manifests()
         now = self._now_ns()
         unread = [
@@ -220,7 +224,7 @@ class ManifestSync:
         ]
         if self.last is None or newest != self.position or not self._has_all:
             self._has_all = False
-            self.position, begin_s = _where_to_begin(log, unread)
+            self.position, begin_s = _where_to_begin(log, unread, min(self._unclear, newest))
             await self.get_each([each for each in unread if each.written_s < begin_s], self.take)
         await self.follow()
         self.must_list |= self.position < newest  # the next object was deleted meanwhile
@@ -234,7 +238,7 @@ class ManifestSync:
         if not skips_newest or self.last is None or not self.last.covered_ns:
             return True
         is_merged = unread.path in self.logged or writer_of(unread.path) == self.last.writer
-        return is_merged or unread.written_s < self.last.covered_ns / 1e9 - CLOCK_S
+        return is_merged or unread.written_s < self.last.covered_ns / 1e9 - MARGIN_S
 
     async def list_manifests(self) -> list[Listed]:
         """List all manifests, and forget deleted ones."""
@@ -264,7 +268,7 @@ class ManifestSync:
                 try:
                     content = await self._objects.get(each.path)
                 except Missing:
-                    self.must_list, self._has_all = True, False
+                    self.must_list = True
                     return
             take(each.path, content)
 
@@ -288,7 +292,7 @@ class ManifestSync:
         self.seen_s = asyncio.get_running_loop().time()
         if found is None:
             logger.warning("an object of the log is not understood number=%d", self.position)
-            self.must_list, self._has_all = True, False
+            self.must_list, self._unclear = True, self.position
             return
         packs: list[Pack] = []
         for path, content in found.entries:
@@ -297,7 +301,7 @@ class ManifestSync:
                 continue
             if content:
                 packs += self._taken(path, content)
-            elif self._has_all and not self._too_early:
+            elif self._has_all and not self.must_list and not self._too_early:
                 self.read.add(path)
         if packs:
             self._catalogue.add(packs, self.since)
@@ -338,11 +342,15 @@ class ManifestSync:
         return self._can_read(coding.codec, coding.key_id) if coding else self._can_read(RAW, 0)
 
 
-def _where_to_begin(log: Sequence[Listed], unread: Sequence[Listed]) -> tuple[int, float]:
+def _where_to_begin(
+    log: Sequence[Listed], unread: Sequence[Listed], after: int
+) -> tuple[int, float]:
     """Choose where a process that knows nothing begins to read the log.
 
     An object of the log has the content of hundreds of manifests, so reading some old objects can
     replace many requests. Manifests that were written after an object are in later ones.
+
+    after: number of an object that can't be read; 0 for none.
 
     Returns the number of the object before the first one to read, and the time up to which
     manifests are not certain to be in the log from there on. That makes the fewest requests.
@@ -350,11 +358,11 @@ def _where_to_begin(log: Sequence[Listed], unread: Sequence[Listed]) -> tuple[in
     written_s = sorted(each.written_s for each in unread)
     objects = sorted(((number_of(each.path), each.written_s) for each in log), reverse=True)
     newest = objects[0][0] if objects else 0
-    best, begin, begin_s = len(unread) + 1, max(0, newest - 1), float("inf")
+    best, begin, begin_s = len(unread) + 1, max(after, newest - 1), float("inf")
     for num, (number, at_s) in enumerate(objects):
-        if not number or number != newest - num:  # objects before a gap can't be followed
+        if number <= after or number != newest - num:  # objects before a gap can't be followed
             break
-        alone = bisect_left(written_s, at_s + CLOCK_S)
+        alone = bisect_left(written_s, at_s + MARGIN_S)
         if num + 1 + alone < best:
-            best, begin, begin_s = num + 1 + alone, number - 1, at_s + CLOCK_S
+            best, begin, begin_s = num + 1 + alone, number - 1, at_s + MARGIN_S
     return begin, begin_s

@@ -22,7 +22,7 @@ from typing import Final
 from kvtier.core.types import BlockKey
 from kvtier.tiers.remote.bucket.bound import Bound
 from kvtier.tiers.remote.bucket.manifest_log import FOLDER, LogObject, log_path, number_of
-from kvtier.tiers.remote.bucket.manifest_sync import LIST_S, ManifestSync
+from kvtier.tiers.remote.bucket.manifest_sync import LIST_S, MARGIN_S, ManifestSync
 from kvtier.tiers.remote.bucket.manifests import MAX_BYTES, Manifest, Pack, Tombstone
 from kvtier.tiers.remote.bucket.object_store import Listed, Missing, ObjectStore, Taken
 from kvtier.tiers.remote.bucket.packs import PackName
@@ -37,8 +37,6 @@ MAX_ENTRY_BYTES: Final = 16 << 20
 NUM_KEPT: Final = 256
 """Number of objects of the log that are kept, for readers that are behind."""
 TRIM_EVERY: Final = 64
-MARGIN_S: Final = 10.0
-"""Difference of the clocks of a store's servers."""
 PATIENCE: Final = 2.5
 """Polls without a new object of the log after which a process tries to become the merger. Up to one
 more is added at random, so that few try at the same time."""
