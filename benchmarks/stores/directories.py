@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.stores.servers import DEAD, REQUESTS, Client, Memory, Place
+from benchmarks.stores.servers import DEAD, REQUESTS, Client, Memory, Place, Tier
 from kvtier.core.types import BlockKey
 from kvtier.tiers.remote.bucket.packs import PACK_BYTES
 
@@ -88,7 +88,6 @@ class DirectoryPlace(Place):
     packages = ()
     port = 0
     has_to_ask = False
-    is_far = False
     troubles = (DEAD,) if shutil.which("bindfs") else ()
 
     @classmethod
@@ -107,6 +106,11 @@ class DirectoryPlace(Place):
 
     def close(self) -> None:
         """Nothing runs."""
+
+    def far(self, round_trip_s: float, block_bytes: int, num_blocks: int) -> Tier:
+        """Look-ups send no request, so there is nothing to delay."""
+        del round_trip_s
+        return self.tier(block_bytes, num_blocks, 1)
 
     @contextmanager
     def way(self) -> Iterator[tuple[int, Callable[[str], AbstractContextManager[None]]]]:
