@@ -362,7 +362,8 @@ def _where_to_begin(
     for num, (number, at_s) in enumerate(objects):
         if number <= after or number != newest - num:  # objects before a gap can't be followed
             break
-        alone = bisect_left(written_s, at_s + MARGIN_S)
-        if num + 1 + alone < best:
-            best, begin, begin_s = num + 1 + alone, number - 1, at_s + MARGIN_S
+        until_s = at_s + MARGIN_S if number > 1 else 0.0  # nothing was logged before the first one
+        num_requests = num + 1 + bisect_left(written_s, until_s)
+        if num_requests < best:
+            best, begin, begin_s = num_requests, number - 1, until_s
     return begin, begin_s
