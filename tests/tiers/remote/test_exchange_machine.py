@@ -184,4 +184,4 @@ def test_every_process_finds_what_was_published() -> None:
     with small_merges(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(merging, "MAX_ENTRIES", MAX_ENTRIES)
         patch.setattr(manifest_sync, "LIST_S", 1e9)  # not found by another list
-        run_state_machine_as_test(ExchangeMachine)  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(ExchangeMachine)
