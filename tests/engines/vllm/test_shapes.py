@@ -3,7 +3,8 @@
 KVTIER_SHAPES: folder of models that were saved before (``python -m tests.engines.vllm.shapes``).
 Engines may then run in the process of the tests, in a third of the time
 (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): a model that is younger than its process is not shared. Not
-for ranks, and for engines that are killed. Engines that read directly have their own in any case.
+for ranks, and for engines that are killed. Engines that read directly have their own, unless
+``THP_MEM_ALLOC_ENABLE=1`` is set from the start.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from kvtier.connectors.vllm.kv_connector.connector import HAS_GROUPS
+from kvtier.core.errors import LayoutError
 from tests.engines.vllm.engines import (
     BLOCK,
     are_close,
@@ -49,6 +51,12 @@ CASES = [(shape, ONE) for shape in SERVED] + [
     (shape, form) for shape in MIXED if shape in SERVED for form in (TENSOR, PIPELINE)
 ]
 """Shapes, and the ranks of their engines."""
+TIERS = {
+    "disk": ("host", "disk after a kill", "disk, direct"),
+    "store": ("store", "store, compressed and encrypted", "store, shards"),
+    "node": ("node",),
+}
+"""The columns of the table, by the settings that they need."""
 cases = pytest.mark.parametrize(("shape", "form"), CASES, ids=["-".join(case) for case in CASES])
 
 Shows = Callable[[str, str, str], None]
@@ -167,8 +175,9 @@ def test_shape_comes_directly_from_disk_after_a_restart(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shows: Shows
 ) -> None:
     shows(shape, "disk, direct", ONE)
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # vLLM's memory begins at a page
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # torch reads it once per process
+    if os.environ.get("THP_MEM_ALLOC_ENABLE") != "1":  # torch reads it once per process
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # vLLM's memory begins at a page
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     slab = str(tmp_path / "slab")
     config = own_connector(disk_path=slab, disk_capacity="64MiB", disk_direct="on", **SIZES)
     with started(config, shape, ONE, tmp_path) as llm:
@@ -205,16 +214,24 @@ def test_ranks_load_shards_that_one_rank_has_stored(
 
 @pytest.mark.skipif(HAS_GROUPS, reason="this version serves them")
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("place", TIERS)
 @pytest.mark.parametrize("shape", WITH_STATES)
 def test_early_versions_of_vllm_refuse_states(
-    shape: str, tmp_path: Path, shows: Shows, capfd: pytest.CaptureFixture[str]
+    shape: str, place: str, tmp_path: Path, shows: Shows, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With a connector for one KV group vLLM does not start: these layers can't be one group."""
-    shows(shape, "host", "refused by vLLM")
-    shows(shape, "disk after a kill", "refused by vLLM")
-    with pytest.raises(RuntimeError), started(own_connector(**SIZES), shape, ONE, tmp_path):
-        pass
-    assert "failed to convert the KV cache specs to one unified type" in "".join(capfd.readouterr())
+    """With a connector for one KV group vLLM does not start: these layers can't be one group.
+
+    It says so before it makes the connector, so nothing need listen at the store or the node.
+    """
+    for tier in TIERS[place]:
+        shows(shape, tier, "refused by vLLM")
+    settings: dict[str, dict[str, object]] = {
+        "disk": {"disk_path": str(tmp_path / "slab"), "disk_direct": "on"},
+        "store": {"storage": "valkey://127.0.0.1:1", "codec": "lossless", "storage_shards": 2},
+        "node": {"node": str(tmp_path / "node.sock")},
+    }
+    said = _refusal(own_connector(**settings[place]), shape, tmp_path, capfd)
+    assert "failed to convert the KV cache specs to one unified type" in said
 
 
 @pytest.mark.skipif(not HAS_GROUPS, reason="vLLM refuses them")
@@ -225,9 +242,18 @@ def test_shards_of_states_are_refused(
 ) -> None:
     shows(shape, "store, shards", "refused")
     config = own_connector(storage=valkey, storage_shards=2, **SIZES)
-    with pytest.raises(RuntimeError), started(config, shape, ONE, tmp_path):
+    said = _refusal(config, shape, tmp_path, capfd)
+    assert "keeps a recurrent state, which has no KV heads" in said
+
+
+def _refusal(
+    config: dict[str, Any], shape: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> str:
+    """Return what an engine says that does not start: in its own process, or in this one."""
+    refused = pytest.raises((RuntimeError, LayoutError))
+    with refused as raised, started(config, shape, ONE, folder):
         pass
-    assert "keeps a recurrent state, which has no KV heads" in "".join(capfd.readouterr())
+    return "".join([str(raised.value), *capfd.readouterr()])
 
 
 def _compare(config: dict[str, Any], shape: str, form: str, folder: Path) -> None:
