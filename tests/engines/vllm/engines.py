@@ -139,13 +139,13 @@ def run(llm: Any, *prompts: Prompt, **options: Any) -> list[tuple[int, Answer]]:
     return found
 
 
-def are_close(one: Answer, other: Answer) -> bool:
-    """Whether two answers are equal up to rounding."""
+def are_close(one: Answer, other: Answer, within: float = DIFFERENT) -> bool:
+    """Whether two answers are equal up to rounding: their log-probabilities within so much."""
     (tokens, steps), (other_tokens, other_steps) = one, other
     if list(tokens) != list(other_tokens):
         return False
     return all(
-        abs(step[token] - other_step.get(token, step[token])) < DIFFERENT
+        abs(step[token] - other_step.get(token, step[token])) < within
         for step, other_step in zip(steps, other_steps, strict=True)
         for token in step
     )
