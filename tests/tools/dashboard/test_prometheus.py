@@ -34,6 +34,7 @@ QUIET = {
     "kvtier_failed_copies_total",
     "kvtier_hints_total",
     "kvtier_lookup_seconds",
+    "kvtier_probed_blocks_total",
     "kvtier_refused_blocks_total",
     "kvtier_scrubbed_bytes_total",
     "kvtier_server_closed_connections_total",
@@ -43,7 +44,7 @@ QUIET = {
     "kvtier_warmed_blocks_total",
     "kvtier_warmed_bytes_total",
 }
-"""Metrics that a server without failures and hints does not show."""
+"""Metrics that a server without failures and hints need not show."""
 OPTIONS = ("--device-capacity", "8MiB", "--host-capacity", "32MiB", "--disk-capacity", "64MiB")
 NUM_PROMPTS = 24
 """More than fit in the device tier."""
