@@ -71,7 +71,8 @@ class Preview:
         """Return the cost of the prompt. Any thread may call this."""
         decision, unknown_in = self.estimate
         before = (request.uncomputed for request in self.requests if request.turn < self.turn)
-        queue_s = sum(decision.costs.prefill_s(rest.start, rest.stop) for rest in before)
+        times_s = (decision.costs.prefill_s(rest.start, rest.stop) for rest in before)
+        queue_s = sum(times_s, start=0.0)
         return PromptCost.of(decision, queue_s, unknown_in)
 
 
