@@ -4,6 +4,8 @@
     python -m benchmarks.server.attached --json -   JSON on stdout, the table on stderr
     python -m benchmarks.server.attached --quick    fewer rounds
     python -m benchmarks.server.attached --device cuda    elapsed time, and a model of 1.7 billion
+    python -m benchmarks.server.attached --deep     a small model of 80 layers, whose weights take
+                                                    long to look at
 
 Each round runs a new prompt through the built-in model with one thread. On a CPU it measures CPU
 time, elsewhere elapsed time. See README.md for the method.
@@ -44,17 +46,29 @@ LARGE = LlamaConfig(
     pad_token_id=0,
 )
 """Model for accelerators."""
+DEEP = LlamaConfig(
+    vocab_size=4096,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=80,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    pad_token_id=0,
+)
+"""Model of 723 small tensors."""
 
 
-def load_model(device: str) -> Any:
+def load_model(device: str, is_deep: bool) -> Any:
     """Return the model to measure with."""
     model: Any
-    if device == "cpu":
+    if device == "cpu" and not is_deep:
         model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     else:
         torch.manual_seed(0)
+        config, dtype = (DEEP, torch.float32) if is_deep else (LARGE, torch.bfloat16)
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(LARGE, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     return model.eval()
 
 
@@ -79,10 +93,10 @@ def generate(model: Any, ids: torch.Tensor, **options: int) -> tuple[float, torc
 
 
 def measure(
-    device: str, chunk_tokens: int, num_rounds: int
+    device: str, is_deep: bool, chunk_tokens: int, num_rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Return the seconds of each way by round, and how often each way's logits were equal."""
-    model = load_model(device)
+    model = load_model(device, is_deep)
     found: dict[str, list[float]] = {way: [] for way in (ONE_SHOT, CHUNKED, *CONTROLLED)}
     equal = dict.fromkeys(CONTROLLED, 0)
     for number in range(num_rounds + 1):
@@ -109,6 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of("server.attached", __doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--device", default="cpu", help="as torch calls it (cpu)")
+    parser.add_argument("--deep", action="store_true", help="a small model of 80 layers")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows, targets = [], []
@@ -116,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     ways = (ONE_SHOT, CHUNKED, *CONTROLLED)
     table = Table("chunk_tokens", *ways, "equal logits", title=f"{unit}, medians")
     for chunk in CHUNKS:
-        found, equal = measure(options.device, chunk, 3 if options.quick else 12)
+        found, equal = measure(options.device, options.deep, chunk, 3 if options.quick else 12)
         medians = {way: 1e3 * median_with_interval(each).value for way, each in found.items()}
         share = [b / a for a, b in zip(found[CHUNKED], found[WARM], strict=True)]
         rows.append({"chunk_tokens": chunk, "rounds": len(share), **medians, "equal": equal})

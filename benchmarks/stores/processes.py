@@ -13,12 +13,20 @@ from pathlib import Path
 from benchmarks.stores.clients import MIB, Measured, measure
 from benchmarks.stores.directories import DirectoryPlace
 from benchmarks.stores.registered_memory import MooncakePlace, NixlPlace
-from benchmarks.stores.servers import ClusterPlace, Place, S3Place, ValkeyPlace
+from benchmarks.stores.servers import AzurePlace, ClusterPlace, Place, S3Place, ValkeyPlace
 
 SIZES = {"64 KiB": MIB // 16, "1 MiB": MIB, "2.5 MiB": 5 * MIB // 2}
 STORES: dict[str, type[Place]] = {
     place.name: place
-    for place in (ValkeyPlace, ClusterPlace, S3Place, DirectoryPlace, MooncakePlace, NixlPlace)
+    for place in (
+        ValkeyPlace,
+        ClusterPlace,
+        S3Place,
+        AzurePlace,
+        DirectoryPlace,
+        MooncakePlace,
+        NixlPlace,
+    )
 }
 
 

@@ -26,12 +26,17 @@ from kvtier.tiers import Outcome, Pieces, StorageSite, StorageTier
 from kvtier.tiers.remote.bucket.packs import PACK_BYTES
 from tests.kit.proxy import Proxy
 from tests.kit.servers import (
+    AZURE_ACCOUNT,
+    AZURE_KEY,
+    AZURITE,
     BUCKET,
     ValkeyCluster,
     ValkeyServer,
+    azurite,
     find_binary,
     has_valkey,
     make_bucket,
+    make_container,
     port_of,
     seaweed,
 )
@@ -329,21 +334,13 @@ class Obstore(Client):
     """obstore, with as many objects as kvtier makes packs, each with as many blocks.
 
     Each object is a request; as many of them run at a time as in kvtier.
+
+    store: of obstore.
     """
 
-    def __init__(self, endpoint: str, at_a_time: int) -> None:
+    def __init__(self, store: Any, at_a_time: int) -> None:
         super().__init__()
-        from obstore.store import S3Store
-
-        self._store = S3Store(
-            BUCKET,
-            prefix="client",
-            endpoint=endpoint,
-            access_key_id=KEY_ID,
-            secret_access_key=SECRET_KEY,
-            region=REGION,
-            client_options={"allow_http": True},
-        )
+        self._store = store
         self._pool = ThreadPoolExecutor(at_a_time)
 
     def put(self, keys: Sequence[BlockKey], memory: Memory, at: slice) -> None:
@@ -417,7 +414,62 @@ class S3Place(Place):
         return f"s3://{BUCKET}/tier?{endpoint}&readers={threads}&writers={threads}&publish_s=1"
 
     def client(self, threads: int) -> Client:
-        return Obstore(self._server.url, threads * REQUESTS)
+        from obstore.store import S3Store
+
+        store = S3Store(
+            BUCKET,
+            prefix="client",
+            endpoint=self._server.url,
+            access_key_id=KEY_ID,
+            secret_access_key=SECRET_KEY,
+            region=REGION,
+            client_options={"allow_http": True},
+        )
+        return Obstore(store, threads * REQUESTS)
+
+    def close(self) -> None:
+        self._server.kill()
+
+
+class AzurePlace(Place):
+    """Azure's emulator."""
+
+    name, client_name = "az", "obstore"
+    packages = ("obstore",)
+    has_to_ask = False
+
+    @classmethod
+    def missing(cls) -> str | None:
+        there = AZURITE.exists() and find_spec("obstore")
+        return None if there else "pip install obstore; make peers-azurite"
+
+    def __init__(self, folder: Path) -> None:
+        os.environ["AZURE_STORAGE_ACCOUNT_NAME"] = AZURE_ACCOUNT
+        os.environ["AZURE_STORAGE_ACCOUNT_KEY"] = AZURE_KEY
+        self._server = azurite(folder / "server")
+        self._server.start()
+        make_container(self._server.url)
+
+    @property
+    def port(self) -> int:
+        return port_of(self._server.url)
+
+    def location(self, port: int, threads: int) -> str:
+        endpoint = f"endpoint=http://127.0.0.1:{port}/{AZURE_ACCOUNT}&requests={REQUESTS}"
+        return f"az://{BUCKET}/tier?{endpoint}&readers={threads}&writers={threads}&publish_s=1"
+
+    def client(self, threads: int) -> Client:
+        from obstore.store import AzureStore
+
+        store = AzureStore(
+            BUCKET,
+            prefix="client",
+            endpoint=f"{self._server.url}/{AZURE_ACCOUNT}",
+            account_name=AZURE_ACCOUNT,
+            account_key=AZURE_KEY,
+            client_options={"allow_http": True},
+        )
+        return Obstore(store, threads * REQUESTS)
 
     def close(self) -> None:
         self._server.kill()

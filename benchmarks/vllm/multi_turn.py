@@ -60,7 +60,7 @@ from kvtier.core.config import parse_size
 GIB = 1 << 30
 ENDLESS_BLOCKS = 640
 """Blocks of the endless pool. A run of the script needs 200 to 250."""
-DEVICE_BLOCKS = {QWEN3: 48, QWEN3_NEXT: 96, GPT_OSS: 64}
+DEVICE_BLOCKS = {QWEN3: 48, QWEN3_NEXT: 56, GPT_OSS: 64}
 """Blocks of the device pool. The groups of layers of a model have blocks of their own."""
 SMALL_HOST = "60MiB"
 """Host memory for a fifth of the KV of a run's conversations."""

@@ -116,7 +116,7 @@ def test_prompts_of_two_seeds_share_no_beginning() -> None:
 def test_shape_of_the_model_decides_on_options_of_every_server(tmp_path: Path) -> None:
     options = read_options(["--shape", "qwen3-next", "--contestants", "vllm", "lmcache"])
     options.scratch = tmp_path
-    assert (options.parts, options.device_blocks) == (["multi-turn"], 96)
+    assert (options.parts, options.device_blocks) == (["multi-turn"], 56)
     for contestant in contestants(options):
         command = contestant.command(tmp_path, 1, tmp_path, Size(options.device_blocks))
         assert command[command.index("--dtype") + 1] == "bfloat16"

@@ -124,6 +124,7 @@ def without_engine(*arguments: str, missing: Sequence[str] = MISSING) -> list[st
             "--record-max-bytes: 1 is below 1 MiB",
         ),
         (["--events", "5557"], "--events: can't publish at '5557'"),
+        (["--storage", "pack:///no/such.kvpack"], "pack file /no/such.kvpack: No such file"),
     ],
 )
 def test_settings_are_checked_before_torch_is_imported(

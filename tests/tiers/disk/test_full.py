@@ -17,6 +17,7 @@ from kvtier.core.types import Slot
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions
 from kvtier.tiers.disk.format.journal import max_journal_bytes
+from kvtier.tiers.disk.opening import check_folders
 from kvtier.tiers.disk.system import DiskSystem, spare_bytes
 from tests.tiers.disk.harness import Harness, finding, harness, key, open_blocks
 
@@ -191,3 +192,13 @@ def test_blocks_are_read_while_nothing_can_be_written(mount: Path) -> None:
             here.tier.close()
             here.open()
             assert here.get(*range(8)) == [OK] * 8
+
+
+def test_a_capacity_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No space left"):
+        check_folders(DiskOptions(tmp_path / "kv", 1 << 60))
+    assert not (tmp_path / "kv").exists()
+    (tmp_path / "kv").mkdir()
+    with pytest.raises(ConfigError, match="No space left"):
+        check_folders(DiskOptions(tmp_path / "kv", 1 << 60))
+    assert (tmp_path / "kv").exists(), "somebody else made it"

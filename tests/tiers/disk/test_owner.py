@@ -13,6 +13,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk.format.folder import owner_of
 from kvtier.tiers.disk.inspect.check import check_slab
+from kvtier.tiers.disk.opening import check_folders
 from tests.tiers.disk.harness import harness, key, open_blocks
 
 OK = Outcome.THERE
@@ -27,6 +28,14 @@ def refused(path: Path) -> str:
 
 
 # -- one owner -------------------------------------------------------------------------------------
+
+
+def test_a_slab_in_use_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
+    with harness(tmp_path, 8) as here:
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} "):
+            check_folders(here.options)
+        options = here.options
+    check_folders(options)
 
 
 def delete_the_lock(slab: Path) -> None:

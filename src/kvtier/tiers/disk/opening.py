@@ -30,8 +30,10 @@ from kvtier.tiers.disk.format.folder import (
     SUPERBLOCK,
     TRUST,
     OwnerLock,
+    in_use,
     make_folder,
     open_data,
+    owner_of,
 )
 from kvtier.tiers.disk.format.journal import make_spare, max_journal_bytes
 from kvtier.tiers.disk.format.limits import (
@@ -154,21 +156,28 @@ def open_slabs(
 
 
 def check_folders(options: DiskOptions) -> None:
-    """Raise ``ConfigError`` for folders and capacities that are impossible whatever the blocks are.
+    """Raise ``ConfigError`` for folders and capacities that are impossible whatever the blocks are,
+    and for slabs of other processes.
 
-    Missing folders are made.
+    Missing folders are made, unless the capacity is refused.
     """
     for part in options.each_part():
         folder = part.path
         with _refusals_of(folder):
+            was_there = os.path.exists(folder)  # False, too, where this user may not look
             make_folder(folder)
             has_bytes = 0
             if not is_new(folder):
+                if (owner := owner_of(folder)) is not None:
+                    raise in_use(folder, owner)
                 read_superblock(folder)
                 has_bytes = (folder / DATA).lstat().st_blocks * 512
             if part.capacity_bytes - has_bytes > spare_bytes(os.statvfs(folder)):
                 no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                raise _too_full(folder, part.capacity_bytes, no_space)
+                refusal = _too_full(folder, part.capacity_bytes, no_space)
+                if not was_there:
+                    folder.rmdir()
+                raise refusal
 
 
 def open_slab(folder: Path, system: DiskSystem, clock: Callable[[], float] = time.time) -> Slab:

@@ -143,15 +143,19 @@ def lock(fd: int, folder: Path) -> None:
             return
         except BlockingIOError as error:
             if attempt == _LOCK_TRIES - 1:
-                raise ConfigError(
-                    f"disk tier: {folder} is in use by {_owner(folder)}; "
-                    "stop that one, or choose another path"
-                ) from error
+                raise in_use(folder, _owner(folder)) from error
             time.sleep(_LOCK_PAUSE_S)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             return  # e.g. a network file system: the other locks have to do
+
+
+def in_use(folder: Path, owner: str) -> ConfigError:
+    """Return the error for a slab of another process. owner: as ``owner_of`` describes it."""
+    return ConfigError(
+        f"disk tier: {folder} is in use by {owner}; stop that one, or choose another path"
+    )
 
 
 def owner_of(folder: Path) -> str | None:
