@@ -205,6 +205,7 @@ def test_key_of_the_environment_is_not_for_a_source_without(
     [
         ("mooncake://host", "{valkey}", "is no store that can be looked after from here"),
         ("{valkey}", "disk:/tmp", "TO is no store; give a URL"),
+        ("{valkey}", "/var/kv", "valkeys://; for that directory dir:///var/kv"),
         ("{valkey}", "{valkey} --codec lossless", "FROM and TO are the same place"),
         ("{valkey}", "{valkey}?prefix=b&codec=lossless", "'codec' is no option of a store"),
         ("{valkey}?prefix=a", "redis://127.0.0.1:{port}?prefix=a", "are the same place"),

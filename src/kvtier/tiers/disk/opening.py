@@ -156,8 +156,7 @@ def open_slabs(
 
 
 def check_folders(options: DiskOptions) -> None:
-    """Raise ``ConfigError`` for folders and capacities that are impossible whatever the blocks are,
-    and for slabs of other processes.
+    """Raise ``ConfigError`` for a slab of another process, and for what no shape of blocks can use.
 
     Missing folders are made, unless the capacity is refused.
     """

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -174,11 +175,10 @@ def check_places(source: str, target: str) -> None:
     if scheme == PACK_FILE:
         raise ConfigError("TO is a pack file, which is only read; make one with kvtier export")
     if scheme not in STORES:
-        raise ConfigError(
-            "TO is no store; give a URL that begins with "
-            + "://, ".join(sorted(STORES - {PACK_FILE}))
-            + "://"
-        )
+        is_path = ":" not in target
+        folder = f"; for that directory dir://{Path(target).absolute()}" if is_path else ""
+        known = "://, ".join(sorted(STORES - {PACK_FILE}))
+        raise ConfigError(f"TO is no store; give a URL that begins with {known}://{folder}")
     if place_of(source) == place_of(target):
         raise _same_place(str(read_location(scheme, rest)))
 
