@@ -160,7 +160,8 @@ def _make_exporter(name: str) -> SpanExporter:
         return _exporter_class(name, f"OTEL_TRACES_EXPORTER={name!r}", "otlp, console or none")()
     variable, protocol = _first_set(PROTOCOL_VARIABLES) or (PROTOCOL_VARIABLES[1], "http/protobuf")
     said = f"{variable}={protocol!r}"
-    kind = _exporter_class(PROTOCOLS.get(protocol, protocol), said, " or ".join(PROTOCOLS))
+    others = " or ".join(each for each in PROTOCOLS if each != protocol)
+    kind = _exporter_class(PROTOCOLS.get(protocol, protocol), said, others)
     _, endpoint = _first_set(ENDPOINT_VARIABLES) or ("", "http://localhost:4318")
     if protocol != "http/protobuf" or not is_local(urlsplit(endpoint).hostname or ""):
         return kind()
