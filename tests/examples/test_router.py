@@ -111,7 +111,7 @@ def test_answers_streams_and_errors_are_passed_on(servers: list[Running]) -> Non
 
 
 def test_a_client_that_leaves_ends_its_answer(servers: list[Running]) -> None:
-    body = {"model": MODEL, "prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 2000, "stream": True, "ignore_eos": True}
     with routing([servers[0].url]) as (router, url):
         headers = {"Authorization": f"Bearer {KEY}"}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:

@@ -34,6 +34,9 @@ NUM_READS: Final = 32
 """Concurrent reads of manifests."""
 MARGIN_S: Final = 10.0
 """Difference of the clocks of a store's servers, and their resolution."""
+FEW: Final = 64
+"""Up to this many manifests are read one by one, even if the log should bring them: its merger may
+be dead, and a process that only looks once does not wait for another."""
 LIST_S: Final = 600.0
 """Interval of lists, in case that a manifest is missing in the log."""
 MAX_AHEAD_NS: Final = 15 * 60 * 10**9
@@ -203,8 +206,8 @@ class ManifestSync:
     async def read_all(self, skips_newest: bool = False) -> None:
         """List the manifests, read the unknown ones, and read the log to its end.
 
-        skips_newest: do not read manifests that are so new that the merger has yet to copy them
-            into the log.
+        skips_newest: of more than ``FEW``, do not read those that are so new that the merger has yet
+            to copy them into the log.
 
         Raises what ``ObjectStore`` raises; manifests read before the error count.
         """
@@ -229,13 +232,15 @@ class ManifestSync:
         await self.follow()
         self.must_list |= self.position < newest  # the next object was deleted meanwhile
         left = [each for each in unread if each.path not in self.read]
-        await self.get_each([each for each in left if self._is_due(each, skips_newest)], self.take)
+        if skips_newest and len(left) > FEW:
+            left = [each for each in left if self._is_due(each)]
+        await self.get_each(left, self.take)
         self._has_all = not self.must_list
         self._list_at_s = asyncio.get_running_loop().time() + LIST_S * random.uniform(0.75, 1.25)
 
-    def _is_due(self, unread: Listed, skips_newest: bool) -> bool:
+    def _is_due(self, unread: Listed) -> bool:
         """Return whether the log will not bring the content of a manifest any more."""
-        if not skips_newest or self.last is None or not self.last.covered_ns:
+        if self.last is None or not self.last.covered_ns:
             return True
         is_merged = unread.path in self.logged or writer_of(unread.path) == self.last.writer
         return is_merged or unread.written_s < self.last.covered_ns / 1e9 - MARGIN_S
