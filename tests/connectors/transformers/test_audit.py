@@ -11,7 +11,9 @@ import torch
 
 import kvtier
 from kvtier.connectors.transformers.attached import Attached
+from kvtier.core.config import CacheConfig
 from kvtier.core.errors import ConfigError
+from kvtier.core.types import LoadPolicy
 from tests.connectors.transformers.models import (
     CHUNK,
     answer,
@@ -135,7 +137,8 @@ def test_only_kv_of_this_process_must_have_equal_bits(
 ) -> None:
     """Another process may have rounded otherwise what is on disk."""
     model, ids = small_model(), prompt(0, 90)
-    slab = {"disk_path": str(tmp_path), "disk_capacity": "16MiB"}
+    loads = CacheConfig(load_policy=LoadPolicy.ALWAYS)  # so small a model is computed sooner
+    slab = {"disk_path": str(tmp_path), "disk_capacity": "16MiB", "settings": loads}
 
     def outcome(cache: Attached) -> Any:
         always(cache, 0)

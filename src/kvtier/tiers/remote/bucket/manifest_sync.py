@@ -206,8 +206,8 @@ class ManifestSync:
     async def read_all(self, skips_newest: bool = False) -> None:
         """List the manifests, read the unknown ones, and read the log to its end.
 
-        skips_newest: of more than ``FEW``, do not read those that are so new that the merger has yet
-            to copy them into the log.
+        skips_newest: of more than ``FEW``, do not read those that are so new that the merger has
+            yet to copy them into the log.
 
         Raises what ``ObjectStore`` raises; manifests read before the error count.
         """
