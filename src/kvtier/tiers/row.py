@@ -23,7 +23,7 @@ from kvtier.tiers.disk.opening import check_folders
 from kvtier.tiers.memory.arena import ArenaOptions
 from kvtier.tiers.memory.host import HostTier, check_host_capacity
 from kvtier.tiers.pieces import HOST_KINDS
-from kvtier.tiers.remote.bucket.opening import PACK_FILE, make_pack_file
+from kvtier.tiers.remote.bucket.opening import PACK_FILE
 from kvtier.tiers.remote.location import StorePlugin
 from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
@@ -91,8 +91,7 @@ def make_tiers(
 def check_tiers(config: CacheConfig, device_bytes: int) -> None:
     """Raise ``ConfigError`` for tiers that are impossible whatever the shape of the blocks is.
 
-    For callers that load a model before they make the tiers. Slabs and pack files are looked at,
-    stores are not reached.
+    For callers that load a model before they make the tiers. No store is reached.
 
     device_bytes: size of the device pool.
     """
@@ -105,12 +104,6 @@ def check_tiers(config: CacheConfig, device_bytes: int) -> None:
                 f"storage: {plugin}: needs the package {package}; install it: "
                 f"{install_command(plugin)}"
             )
-    for location in config.stores:
-        _, plugin, rest = split_storage(location)
-        if plugin == PACK_FILE:
-            from kvtier.tiers.remote.bucket.pack_objects import open_pack_file
-
-            open_pack_file(*make_pack_file.read(rest))
     if config.disk_path or config.stores:
         check_coding(config.coding)
     host_bytes = parse_capacity(config.host_capacity, device_bytes, "host_capacity")

@@ -16,7 +16,7 @@ from kvtier.tiers import Outcome
 from kvtier.tiers.remote.bucket import merging
 from kvtier.tiers.remote.bucket.catalogue import Catalogue
 from kvtier.tiers.remote.bucket.manifest_log import LogObject, log_path, number_of
-from kvtier.tiers.remote.bucket.manifest_sync import ManifestSync
+from kvtier.tiers.remote.bucket.manifest_sync import FEW, MARGIN_S, ManifestSync
 from kvtier.tiers.remote.bucket.manifests import Manifest
 from kvtier.tiers.remote.bucket.merging import Merger
 from kvtier.tiers.remote.bucket.object_store import Listed, Missing, ObjectStore, Taken
@@ -165,6 +165,30 @@ def test_start_reads_the_log_instead_of_manifests_that_are_in_it() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merging, "NUM_MERGED", 1000)
         run(test)
+
+
+def test_start_reads_a_few_new_manifests_itself_and_leaves_many_to_the_log() -> None:
+    async def test() -> None:
+        store = MemoryStore()
+        merger = Process(store)
+        await merger.write(0)
+        await merger.look()
+        await merger.look()
+        store.now_s += 2 * MARGIN_S
+        for number in range(1, FEW + 1):
+            await Process(store).write(number)
+        few = Process(store)
+        await few.sync.poll()
+        assert len(few.knows(*range(FEW + 1))) == FEW + 1, "the merger may be dead"
+        await Process(store).write(FEW + 1)
+        many = Process(store)
+        await many.sync.poll()
+        assert many.knows(*range(FEW + 2)) == [0]
+        await merger.look()
+        await many.sync.poll()
+        assert len(many.knows(*range(FEW + 2))) == FEW + 2
+
+    run(test)
 
 
 def test_start_knows_what_was_merged_before_its_first_object_of_the_log() -> None:

@@ -53,12 +53,17 @@ def url_of(path: Path, public_key: str = "") -> str:
     return f"{PACK_FILE}://{quote(str(path.absolute()))}{options}"
 
 
-def check_pack_files(stores: Sequence[str], identity: KVIdentity) -> None:
-    """Raise ``ConfigError`` if a pack file among an engine's stores has KV of something else."""
+def check_pack_files(stores: Sequence[str], identity: KVIdentity | None = None) -> None:
+    """Raise ``ConfigError`` if a pack file among an engine's stores can't be used.
+
+    identity: of the engine; None before it is known.
+    """
     for store in stores:
         _, scheme, rest = split_storage(store)
         if scheme == PACK_FILE:
-            check_identity(open_pack_file(*make_pack_file.read(rest)), identity)
+            file = open_pack_file(*make_pack_file.read(rest))
+            if identity is not None:
+                check_identity(file, identity)
 
 
 def check_identity(file: PackFile, identity: KVIdentity) -> None:

@@ -23,6 +23,7 @@ from kvtier.serve.engine import EngineConfig
 from kvtier.serve.engine.model_names import find_local
 from kvtier.serve.server.config import ServerConfig
 from kvtier.serve.server.listener import bind, is_loopback
+from kvtier.tiers.remote.pack_files import check_pack_files
 from kvtier.tiers.remote.warm_start import warm_start_of
 from kvtier.tiers.row import check_tiers
 from kvtier.tools.cli.api_keys import KEY_VARIABLE
@@ -73,6 +74,7 @@ def check_engine(config: EngineConfig) -> None:
     find_local(config.model, config.revision)
     policy_maker(config.cache.eviction_policy)
     check_tiers(config.cache, parse_size(config.device_capacity, "device_capacity"))
+    check_pack_files(config.cache.stores)
     warm_start_of(config.cache.stores, config.cache.warm_start)
 
 

@@ -35,8 +35,8 @@ NUM_READS: Final = 32
 MARGIN_S: Final = 10.0
 """Difference of the clocks of a store's servers, and their resolution."""
 FEW: Final = 64
-"""Up to this many manifests are read one by one, even if the log should bring them: its merger may
-be dead, and a process that only looks once does not wait for another."""
+"""Largest number of new manifests that a list reads one by one although the merger copies them into
+the log: the merger may be dead, and ``kvtier export`` ends before another process replaces it."""
 LIST_S: Final = 600.0
 """Interval of lists, in case that a manifest is missing in the log."""
 MAX_AHEAD_NS: Final = 15 * 60 * 10**9
@@ -206,8 +206,7 @@ class ManifestSync:
     async def read_all(self, skips_newest: bool = False) -> None:
         """List the manifests, read the unknown ones, and read the log to its end.
 
-        skips_newest: of more than ``FEW``, do not read those that are so new that the merger has
-            yet to copy them into the log.
+        skips_newest: if more than ``FEW`` are unread, read only those that the log does not bring.
 
         Raises what ``ObjectStore`` raises; manifests read before the error count.
         """
