@@ -34,7 +34,7 @@ NUM_READS: Final = 32
 """Concurrent reads of manifests."""
 MARGIN_S: Final = 10.0
 """Difference of the clocks of a store's servers, and their resolution."""
-FEW: Final = 64
+FEW: Final = 16
 """Largest number of new manifests that a list reads one by one although the merger copies them into
 the log: the merger may be dead, and ``kvtier export`` ends before another process replaces it."""
 LIST_S: Final = 600.0
