@@ -14,12 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
 )
 
 from benchmarks.vllm.steps import PAGE, Replica, prepare
+from kvtier.cache.local import LocalBlockCache
 from kvtier.connectors.vllm.kv_connector.connector import IDLE, StepMetadata
 from kvtier.connectors.vllm.kv_connector.messages import StepMessage
+from kvtier.connectors.vllm.kv_connector.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.offloading.connector import NOTHING, TierMetadata
 from kvtier.connectors.vllm.shared.manager import TierManager
 from kvtier.connectors.vllm.shared.step import DueRequests
-from tests.engines.vllm.engines import Connects, connector
+from tests.engines.vllm.engines import Connects, connector, own_connector
 
 NUM_RUNNING = 8
 
@@ -36,14 +38,16 @@ def running(connects: Connects = connector) -> Iterator[Replica]:
 def _stored(replica: Replica, monkeypatch: pytest.MonkeyPatch, *, is_reduced: bool) -> list[bytes]:
     """Run requests that come and go. Return the keys of all blocks that were stored."""
     stored: list[bytes] = []
-    end_store = TierManager.end_store
+    end_stores = TierManager.end_stores
 
-    def noted(self: TierManager, keys: Any, *more: Any, **named: Any) -> None:
-        stored.extend(keys)
-        end_store(self, keys, *more, **named)
+    def noted(self: TierManager, ended: Any) -> None:
+        ended = list(ended)
+        for keys, *_ in ended:
+            stored.extend(keys)
+        end_stores(self, ended)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TierManager, "end_store", noted)
+        patch.setattr(TierManager, "end_stores", noted)
         if not is_reduced:
             patch.setattr(DueRequests, "find", lambda self, output: {*output.num_scheduled_tokens})
         rng = random.Random(1)
@@ -65,6 +69,33 @@ def test_as_many_blocks_are_stored_as_when_every_request_is_looked_at(
             found.append(_stored(replica, monkeypatch, is_reduced=is_reduced))
     assert len(found[0]) > 30
     assert sorted(found[0]) == sorted(found[1])
+
+
+def test_stores_that_end_in_one_step_are_committed_by_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commits: list[list[int]] = []  # by report of the ranks: the blocks of each call
+    commit, hear = LocalBlockCache.commit, SchedulerHalf.hear
+
+    def noted(self: LocalBlockCache, keys: Any, *more: Any, **named: Any) -> None:
+        commits[-1].append(len(keys))
+        commit(self, keys, *more, **named)
+
+    def heard(self: SchedulerHalf, message: Any) -> None:
+        commits.append([])
+        hear(self, message)
+
+    monkeypatch.setattr(LocalBlockCache, "commit", noted)
+    monkeypatch.setattr(SchedulerHalf, "hear", heard)
+    with running(own_connector) as replica:
+        replica.begin(*[2 * PAGE + 2] * NUM_RUNNING)
+        for _ in range(PAGE):
+            replica.step()
+        replica.settle()
+        replica.end()
+    assert sum(map(sum, commits)) >= 2 * NUM_RUNNING
+    assert max(map(sum, commits)) > 2
+    assert max(map(len, commits)) == 1
 
 
 def test_stores_begin_where_vllm_takes_them_when_it_asks_what_has_ended(

@@ -18,7 +18,7 @@ from kvtier.connectors.vllm.kv_connector.messages import (
     StepMessage,
 )
 from kvtier.connectors.vllm.shared.copies import BlockSlots, BlocksToStore, PageRange
-from kvtier.connectors.vllm.shared.manager import TierManager
+from kvtier.connectors.vllm.shared.manager import EndedStore, TierManager
 from kvtier.connectors.vllm.shared.prompt import RequestBlocks, group_key, group_of
 from kvtier.connectors.vllm.shared.reach import Kind
 from kvtier.connectors.vllm.shared.step import DueRequests, QueuedRequests, prefill_pieces
@@ -554,31 +554,35 @@ class SchedulerHalf:
         manager.observe_loads(message.load_bytes, message.load_s)
         self._count_copies(HOST, DEVICE, sum(message.load_bytes), message.load_s)
         self._count_copies(DEVICE, HOST, message.store_bytes, message.store_s)
+        stored: list[EndedStore] = []
         for job_id, num in message.ended.items():
             job = self._jobs.get(job_id)
             if job is None:  # ordered before a reset
                 continue
             job.num_left -= num
-            if not job.num_left:
-                del self._jobs[job_id]
-                self._end(job_id, job)
+            if job.num_left:
+                continue
+            del self._jobs[job_id]
+            if job.is_store:
+                stored += self._ended(job_id, job)
+            else:
+                manager.end_load(job.keys, job.of.state)
+        manager.end_stores(stored)
 
     def _count_copies(self, src: str, dst: str, num_bytes: int, seconds: float) -> None:
         self.manager.counts.add(VLLM_MOVED_BYTES, num_bytes, src, dst)
         self.manager.counts.add(VLLM_MOVED_SECONDS, seconds, src, dst)
 
-    def _end(self, job_id: int, job: RunningJob) -> None:
-        if job.is_store:
-            job.of.stores.discard(job_id)
-            if job.lost:
-                self.manager.end_store(list(job.lost), job.of.state, success=False)
-            for page in job.moving:
-                if self._read.get(page, (None, b""))[0] is job:
-                    del self._read[page]
-            kept = [key for key in job.keys if key not in job.lost]
-            self.manager.end_store(kept, job.of.state, success=not job.is_dropped)
-        else:
-            self.manager.end_load(job.keys, job.of.state)
+    def _ended(self, job_id: int, job: RunningJob) -> Iterator[EndedStore]:
+        """Yield the blocks of a store whose pages passed to others, and those of the rest."""
+        job.of.stores.discard(job_id)
+        for page in job.moving:
+            if self._read.get(page, (None, b""))[0] is job:
+                del self._read[page]
+        if job.lost:
+            yield list(job.lost), job.of.state, False
+        kept = [key for key in job.keys if key not in job.lost]
+        yield kept, job.of.state, not job.is_dropped
 
     def reset(self) -> None:
         """Forget all KV and all copies in flight. The ranks end these before they begin others."""

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 KEPT = (BlockState.MEMORY, BlockState.STORAGE)
 """States of blocks that some tier has."""
 NO_ROOM = Reserved((), (), [])
+EndedStore = tuple[Collection[bytes], RequestState | None, bool]
+"""Blocks of a store that all ranks have ended, their request, and whether they were copied."""
 
 
 class TierManager:
@@ -193,7 +195,6 @@ class TierManager:
         """
         lookup = state.lookup
         if lookup.found is None:
-            self._begin(state)
             keys = state.request.after(lookup.num_computed)
             shared_keys = [key for key in keys if state.is_shared(key)]
             has_gaps = not self._shape.has_one_group
@@ -206,6 +207,7 @@ class TierManager:
             if len(shared_keys) < len(keys):
                 own_keys = [key for key in keys if not state.is_shared(key)]
                 lookup.found.update(zip(own_keys, self.cache.lookup_private(own_keys), strict=True))
+            self._begin(state)  # a node answers first, and learns of the request afterwards
         place = lookup.found.get(key)
         if not state.is_shared(key):
             return self.cache.lookup_private([key])[0] if place is None else place
@@ -379,19 +381,28 @@ class TierManager:
         self, keys: Collection[bytes], state: RequestState | None, success: bool = True
     ) -> None:
         """Note that a request's blocks are in their slots, or that they were not copied."""
-        is_right = success and (state is None or state.scope.is_computed_right())
-        keys = self.audits.end(state, keys, is_right)
-        if not is_right:
-            self.cache.abort(keys)
-            return
-        ends = {} if state is None else state.request.ends
-        keys = sorted(keys, key=lambda key: ends.get(key, 0))
+        self.end_stores([(keys, state, success)])
+
+    def end_stores(self, ended: Iterable[EndedStore]) -> None:
+        """Note the ends of the stores of a step, by one call of the cache where that is possible.
+
+        A node is woken by each message.
+        """
         block_size = min(self._shape.block_sizes)
-        for to_storage in (True, False):
-            some = [key for key in keys if (state is None or state.is_shared(key)) == to_storage]
-            if some:
-                depths = [depth(ends.get(key, 0), block_size) for key in some]
-                self.cache.commit(some, depths, to_storage=to_storage)
+        new: dict[bool, dict[bytes, int]] = {True: {}, False: {}}  # depths of blocks to commit
+        for stored, state, success in ended:
+            is_right = success and (state is None or state.scope.is_computed_right())
+            keys = self.audits.end(state, stored, is_right)
+            if not is_right:
+                self.cache.abort(keys)
+                continue
+            ends = {} if state is None else state.request.ends
+            for key in sorted(keys, key=lambda key: ends.get(key, 0)):
+                is_shared = state is None or state.is_shared(key)
+                new[is_shared][key] = depth(ends.get(key, 0), block_size)
+        for to_storage, depths in new.items():
+            if depths:
+                self.cache.commit(list(depths), list(depths.values()), to_storage=to_storage)
 
     def take_changes(self) -> list[Change]:
         """Return the blocks that entered and left tiers, if events are published."""
