@@ -27,6 +27,7 @@ from kvtier.tools.report.stats import Estimate, exactly
 PEER = ENVIRONMENTS / "sglang" / "bin" / "python"
 PHASES = ("insert", "hit", "hit+slots", "half", "miss", "evict")
 OURS, RUST = "native", "sglang rust"
+CONTESTANTS = (OURS, "python", RUST, "sglang python")
 TURN = 250  # calls of one contestant before the next one's turn
 EVICTED_TOKENS = 8192
 TARGETS = {
@@ -168,8 +169,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--contestants",
         nargs="+",
-        default=[OURS, "python", RUST, "sglang python"],
-        help="(native python 'sglang rust' 'sglang python')",
+        choices=CONTESTANTS,
+        default=CONTESTANTS,
+        help="(all)",
     )
     options = parser.parse_args(arguments)
 

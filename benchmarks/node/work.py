@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from benchmarks.node.part import JsonRow, Part
 from benchmarks.node.processes import (
@@ -22,15 +23,20 @@ from kvtier.tools.report.stats import exactly, median_with_interval
 REQUEST_BLOCKS = 100
 ONE_BLOCK = "reserve and commit 1 block"
 """Row without a target: the share of messages in the time for 100 blocks."""
+BY_PROMPT, BY_STEP = "96 blocks of 8 prompts, 8 commits", "96 blocks of 8 prompts, 1 commit"
+"""Rows without a target: what a step stores, committed by prompt, or at once as by kvtier's own
+connector."""
+WITHOUT_TARGET = (ONE_BLOCK, BY_PROMPT, BY_STEP)
+NUM_PROMPTS, PROMPT_BLOCKS = 8, 12
 MAX_US = 50.0
 MAX_BYTES = 150.0
 BLOCK_BYTES = 64
 SEGMENT_BYTES = 4 << 20
 ROW_BYTES = 8 + 8 + record_type(len(new_keys(1)[0])).itemsize
 """Bytes of a slot's generation, users and record, which lie in shared memory."""
-SPARE = 4
-"""With room, the memory holds so many times the blocks that a run stores; if full, a fraction of
-them."""
+ROOM, SHORT = 6, 4
+"""With room, the memory holds so many times the blocks that one kind of request stores; if full,
+this part of them."""
 
 
 def measure(quick: bool) -> Part:
@@ -38,7 +44,7 @@ def measure(quick: bool) -> Part:
     num_rounds, num_requests = (2, 20) if quick else (12, 200)
     num_new = (num_rounds + 1) * num_requests * REQUEST_BLOCKS
     found: dict[str, list[float]] = {}
-    for state, capacity in ("with room", SPARE * num_new), ("full", num_new // SPARE):
+    for state, capacity in ("with room", ROOM * num_new), ("full", num_new // SHORT):
         num_bytes = max(capacity * BLOCK_BYTES, SEGMENT_BYTES)
         with (
             running_node(num_bytes, SEGMENT_BYTES) as node,
@@ -60,7 +66,7 @@ def measure(quick: bool) -> Part:
             measure=f"CPU us, {name}",
         )
         for name, times in found.items()
-        if name != ONE_BLOCK
+        if name not in WITHOUT_TARGET
     ]
     per_block = exactly(float(str(memory["median"])))
     targets.append(judged("M6", per_block, MAX_BYTES, at_least=False, measure="bytes per block"))
@@ -87,6 +93,14 @@ def _requests(
         for _ in range(num_requests):
             store(cache, new_keys(1))
 
+    def reserve_step(num_commits: int) -> None:
+        depths = [*range(PROMPT_BLOCKS)] * (NUM_PROMPTS // num_commits)
+        for _ in range(num_requests):
+            reserved = cache.reserve(new_keys(NUM_PROMPTS * PROMPT_BLOCKS))
+            assert reserved is not None, "the node has room"
+            for at in range(0, len(reserved.keys), len(depths)):
+                cache.commit(reserved.keys[at : at + len(depths)], depths)
+
     def report_and_reserve() -> None:
         for _ in range(num_requests):
             _store_prompt(cache, new_keys(REQUEST_BLOCKS))
@@ -96,6 +110,8 @@ def _requests(
     }
     if state == "with room":
         kinds[ONE_BLOCK] = reserve_one
+        kinds[BY_PROMPT] = partial(reserve_step, NUM_PROMPTS)
+        kinds[BY_STEP] = partial(reserve_step, 1)
         kinds["report, reserve and commit"] = report_and_reserve
         kinds["look up, lease and release"] = look_up
     found: dict[str, list[float]] = {name: [] for name in kinds}
