@@ -36,7 +36,7 @@ ROW_BYTES = 8 + 8 + record_type(len(new_keys(1)[0])).itemsize
 """Bytes of a slot's generation, users and record, which lie in shared memory."""
 ROOM, SHORT = 6, 4
 """With room, the memory holds so many times the blocks that one kind of request stores; if full,
-this part of them."""
+they are ``SHORT`` times what the memory holds."""
 
 
 def measure(quick: bool) -> Part:

@@ -573,16 +573,14 @@ class SchedulerHalf:
         self.manager.counts.add(VLLM_MOVED_BYTES, num_bytes, src, dst)
         self.manager.counts.add(VLLM_MOVED_SECONDS, seconds, src, dst)
 
-    def _ended(self, job_id: int, job: RunningJob) -> Iterator[EndedStore]:
-        """Yield the blocks of a store whose pages passed to others, and those of the rest."""
+    def _ended(self, job_id: int, job: RunningJob) -> list[EndedStore]:
+        """Forget a store. Return its blocks whose pages passed to others, and the rest."""
         job.of.stores.discard(job_id)
         for page in job.moving:
             if self._read.get(page, (None, b""))[0] is job:
                 del self._read[page]
-        if job.lost:
-            yield list(job.lost), job.of.state, False
         kept = [key for key in job.keys if key not in job.lost]
-        yield kept, job.of.state, not job.is_dropped
+        return [(job.lost, job.of.state, False), (kept, job.of.state, not job.is_dropped)]
 
     def reset(self) -> None:
         """Forget all KV and all copies in flight. The ranks end these before they begin others."""

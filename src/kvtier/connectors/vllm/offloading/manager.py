@@ -76,7 +76,7 @@ class OffloadedTiers(TierManager, OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        self.end_store(keys, _state(req_context), success)
+        self.end_stores([(keys, _state(req_context), success)])
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         for change in self.take_changes():

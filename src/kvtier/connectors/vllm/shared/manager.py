@@ -377,16 +377,10 @@ class TierManager:
             self.cache.continues(new_keys, request.last_key)
             request.last_key = new_keys[-1]
 
-    def end_store(
-        self, keys: Collection[bytes], state: RequestState | None, success: bool = True
-    ) -> None:
-        """Note that a request's blocks are in their slots, or that they were not copied."""
-        self.end_stores([(keys, state, success)])
-
     def end_stores(self, ended: Iterable[EndedStore]) -> None:
-        """Note the ends of the stores of a step, by one call of the cache where that is possible.
+        """Note that blocks are in their slots, or that they were not copied.
 
-        A node is woken by each message.
+        All blocks of a step are committed by one call, since each message wakes a node.
         """
         block_size = min(self._shape.block_sizes)
         new: dict[bool, dict[bytes, int]] = {True: {}, False: {}}  # depths of blocks to commit
