@@ -115,7 +115,8 @@ def test_a_client_that_leaves_ends_its_answer(servers: list[Running]) -> None:
     with routing([servers[0].url]) as (router, url):
         headers = {"Authorization": f"Bearer {KEY}"}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # the connection is closed when this iterator is collected
+            next(lines)
             assert router.servers[0].num_running == 1
         wait_until(lambda: not router.servers[0].num_running, "the router has noticed")
         wait_until(lambda: not servers[0].engine.num_running, "the server has noticed")

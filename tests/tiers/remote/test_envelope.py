@@ -13,8 +13,10 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.types import BlockKey
 from kvtier.tiers import Pieces
 from kvtier.tiers.crc_join import block_crcs
+from kvtier.tiers.remote import envelope
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope
 from kvtier.tiers.remote.location import StoreOptions, read_location, read_options
+from kvtier.tiers.storage import Outcome
 
 BLOCK_BYTES = 96
 NUM = 4
@@ -37,17 +39,17 @@ def test_changed_header_is_none_of_its_key(
     secret: bytes, flips: list[tuple[int, int]], cut: int
 ) -> None:
     memory, pieces = blocks()
-    envelope = Envelope(BLOCK_BYTES, secret)
-    headers = [bytearray(header) for header in envelope.headers(KEYS, pieces, block_crcs(pieces))]
+    made = Envelope(BLOCK_BYTES, secret)
+    headers = [bytearray(header) for header in made.headers(KEYS, pieces, block_crcs(pieces))]
     for at, bit in flips:
         headers[at][bit // 8] ^= 1 << bit % 8
     given_headers: list[bytes | None] = [bytes(header) for header in headers]
     given_headers += [None, given_headers[0][:cut] if given_headers[0] else None]
     keys = [*KEYS, KEYS[0], KEYS[0]]
-    originals = envelope.headers(KEYS, pieces, block_crcs(pieces))
+    originals = made.headers(KEYS, pieces, block_crcs(pieces))
     are_whole = [text == original for text, original in zip(headers, originals, strict=True)]
     is_uncut = cut == HEADER_BYTES and are_whole[0]
-    assert envelope.are_of(given_headers, keys) == [*are_whole, False, is_uncut]
+    assert made.are_of(given_headers, keys) == [*are_whole, False, is_uncut]
     assert memory.any()
 
 
@@ -55,6 +57,27 @@ def test_block_of_another_size_is_none() -> None:
     _, pieces = blocks()
     header = Envelope(BLOCK_BYTES).headers(KEYS, pieces, block_crcs(pieces))[0]
     assert Envelope(BLOCK_BYTES + 1).are_of([header], KEYS[:1]) == [False]
+
+
+def test_blocks_of_another_secret_found_by_two_threads_are_reported_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, pieces = blocks()
+    headers = Envelope(BLOCK_BYTES, b"theirs").headers(KEYS, pieces, block_crcs(pieces))
+    ours, said = Envelope(BLOCK_BYTES, b"ours"), []
+
+    def decode(at: int) -> Outcome:
+        stored = memory[at * BLOCK_BYTES :][:BLOCK_BYTES]
+        return ours.decode(headers[at], KEYS[at], stored, pieces.pick([at]))
+
+    def warning(message: str) -> None:  # the second block arrives while the first is reported
+        said.append(message)
+        assert decode(1) is Outcome.DAMAGED
+
+    monkeypatch.setattr(envelope.logger, "warning", warning)
+    assert decode(0) is Outcome.DAMAGED
+    assert len(said) == 1
+    assert [ours.is_others(key) for key in KEYS] == [True, True, False, False]
 
 
 def test_secret_is_in_no_name(tmp_path: Path) -> None:

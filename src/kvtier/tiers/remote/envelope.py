@@ -30,6 +30,7 @@ import hmac
 import logging
 from collections.abc import Sequence
 from struct import Struct
+from threading import Lock
 from typing import Final
 
 import numpy as np
@@ -97,6 +98,7 @@ class Envelope:
         self._block_bytes = block_bytes
         self._tag_key = blake3(secret).digest() if secret else b""
         self._others: dict[bytes, None] = {}  # oldest first
+        self._remembering = Lock()
         self.coder = coder or BlockCoder(block_bytes)
 
     def __repr__(self) -> str:
@@ -228,16 +230,19 @@ class Envelope:
         """Whether an intact block has a tag of the secret here. Remembers those of others."""
         head, tag = header[: HEAD.size], header[HEAD.size : -CHECK.size]
         if hmac.compare_digest(tag, self._tag(head, blocks, at)):
-            self._others.pop(header[KEY], None)
+            with self._remembering:
+                self._others.pop(header[KEY], None)
             return True
-        if not self._others:
+        with self._remembering:
+            is_first = not self._others
+            if len(self._others) >= MAX_OTHERS:
+                del self._others[next(iter(self._others))]
+            self._others[header[KEY]] = None
+        if is_first:
             logger.warning(
                 "the store has blocks with the tag of another secret: they are not used and not "
                 "removed; give all processes the same KVTIER_STORE_SECRET or secret_file"
             )
-        elif len(self._others) >= MAX_OTHERS:
-            self._others.pop(next(iter(self._others)), None)
-        self._others[header[KEY]] = None
         return False
 
     def _tag(self, head: bytes, blocks: Pieces, at: int) -> bytes:
