@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
@@ -19,19 +19,29 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Entry points by "group/name"; a test may add its own."""
     known = {"kvtier.devices/cpu": "kvtier.devices.cpu:CpuDevice"}
 
-    def entry_points(group: str) -> list[EntryPoint]:
-        return [
-            EntryPoint(name.partition("/")[2], value, group)
-            for name, value in known.items()
-            if name.partition("/")[0] == group
-        ]
+    def installed_plugins(group: str) -> EntryPoints:
+        names = {name: name.partition("/") for name in known if name.startswith(f"kvtier.{group}/")}
+        return EntryPoints(EntryPoint(names[at][2], known[at], names[at][0]) for at in names)
 
-    monkeypatch.setattr(plugins, "entry_points", entry_points)
+    monkeypatch.setattr(plugins, "installed_plugins", installed_plugins)
     return known
 
 
 def test_plugin_is_found_by_its_name(installed: dict[str, str]) -> None:
     assert plugins.load_plugin("devices", "cpu") is CpuDevice
+
+
+def test_installed_packages_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scans = list[str]()
+
+    def entry_points(group: str) -> EntryPoints:
+        scans.append(group)
+        return EntryPoints()
+
+    monkeypatch.setattr(plugins, "entry_points", entry_points)
+    for _ in range(2):
+        assert plugins.known_plugins("of a test") == {}
+    assert scans == ["kvtier.of a test"]
 
 
 def test_unknown_plugin_names_those_that_are_known(installed: dict[str, str]) -> None:

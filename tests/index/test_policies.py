@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 from hypothesis import given
@@ -57,7 +57,7 @@ def test_policy_of_a_plugin_is_made_for_each_tier_by_its_name(
     group = "kvtier.policies"
     made = {"own": "OwnPolicy", "prompts": "PromptPolicy"}
     entries = [EntryPoint(name, f"{__name__}:{made[name]}", group) for name in made]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
+    monkeypatch.setattr(plugins, "installed_plugins", lambda group: EntryPoints(entries))
     own, prompts = policy_maker("own"), policy_maker("prompts")
     assert isinstance(own(DEVICE), OwnPolicy)
     assert own(HOST) is not own(HOST)
@@ -70,7 +70,7 @@ def test_policy_of_a_plugin_is_made_for_each_tier_by_its_name(
 
 def test_plugin_that_makes_no_policy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("own", "builtins:dict", "kvtier.policies")
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(plugins, "installed_plugins", lambda group: EntryPoints([entry]))
     with pytest.raises(ConfigError, match="eviction_policy: 'own' makes a dict, no policy"):
         policy_maker("own")(HOST)
 

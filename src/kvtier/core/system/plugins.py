@@ -7,9 +7,19 @@ kvtier's own tiers and devices are registered the same way; its policies are nam
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 
 from kvtier.core.errors import ConfigError
+
+
+@cache
+def installed_plugins(group: str) -> EntryPoints:
+    """Return the entry points of ``kvtier.<group>``.
+
+    They are read once in a process: reading opens a file of every installed package.
+    """
+    return entry_points(group=f"kvtier.{group}")
 
 
 def known_plugins(group: str) -> dict[str, EntryPoint]:
@@ -17,7 +27,7 @@ def known_plugins(group: str) -> dict[str, EntryPoint]:
 
     group: "codecs", "devices", "tiers" or "policies".
     """
-    return {entry.name: entry for entry in entry_points(group=f"kvtier.{group}")}
+    return {entry.name: entry for entry in installed_plugins(group)}
 
 
 def find_plugin(group: str, name: str) -> EntryPoint:
