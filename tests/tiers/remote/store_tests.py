@@ -229,7 +229,7 @@ class StoreTests(Place):
 
         def work() -> None:
             mine = User(tier)
-            for number in range(600):
+            for number in range(effort(600)):
                 assert mine.get(number % 4) == [THERE]
 
         def use() -> None:
@@ -242,7 +242,7 @@ class StoreTests(Place):
         user.put(*range(4))
         use()
         before = num_open()
-        for number in range(2000):
+        for number in range(effort(2000)):
             user.find(number % 8)
             assert user.get(number % 4) == [THERE]
             if not number % 10:
