@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3 import modeling_qwen3
 
 from kvtier.connectors.transformers.cache_layers import cache_argument
+from kvtier.connectors.transformers.reach import TORCHS_OWN
 from tests.connectors.transformers import models
 from tests.connectors.transformers.models import answer, are_equal, small_model
 from tests.connectors.transformers.test_attach import attached, on_grid_of_a_copy
@@ -311,6 +313,23 @@ def another_base(model: Any, patch: pytest.MonkeyPatch, stack: ExitStack) -> Ite
     Late.__bases__ = (OtherSteered,)
 
 
+def silu(stack: ExitStack, factor: float, file: str = __file__) -> None:
+    """Replace the operator on the CPU, as code in ``file`` would."""
+    code = 'library = torch.library.Library("aten", "IMPL")\nlibrary.impl("silu", silu, "CPU")'
+    names = {"torch": torch, "silu": lambda hidden: hidden * torch.sigmoid(hidden) * factor}
+    with warnings.catch_warnings(action="ignore"):  # torch's, of any replaced operator
+        exec(compile(code, file, "exec"), names)
+    stack.callback(names["library"]._destroy)  # type: ignore[attr-defined]
+
+
+def operator_that_torch_replaces_too(
+    model: Any, patch: pytest.MonkeyPatch, stack: ExitStack
+) -> Iterator[None]:
+    silu(stack, 1.0, f"{TORCHS_OWN.decode()}of_a_test.py")
+    yield
+    silu(stack, 0.5)
+
+
 def attribute_of_a_weight(
     model: Any, patch: pytest.MonkeyPatch, stack: ExitStack
 ) -> Iterator[None]:
@@ -382,6 +401,8 @@ PASSED: dict[str, Steps] = {
             modules.register_module_forward_hook(hook_after).remove
         )
     ),
+    "operator": after(lambda _, __, stack: silu(stack, 0.5)),
+    "operator that torch replaces too": operator_that_torch_replaces_too,
     "global hook before": after(
         lambda model, _, stack: stack.callback(
             modules.register_module_forward_pre_hook(hook_before).remove

@@ -26,6 +26,7 @@ import logging
 import mmap
 import os
 import pickle
+import re
 import sys
 import types
 import typing
@@ -81,6 +82,12 @@ COMPUTES_NOTHING = (
     "transformers.models.auto", "transformers.utils",
 )  # fmt: skip
 """Python modules around the forward of a model: loading, saving, checks, decoding."""
+NOT_COMPUTED = frozenset({
+    "FuncTorchBatched", "FuncTorchDynamicLayerFrontMode", "MPS", "Meta", "PythonTLSSnapshot",
+})  # fmt: skip
+"""Dispatch keys of torch, some used late, under which operators are traced or translated."""
+TORCHS_OWN = os.path.join(os.path.dirname(torch.__file__), "_native", "").encode()
+"""Folder of the implementations in Python that torch has for some operators and devices."""
 FOLLOWED_IN_TORCH = ("torch.nn.modules", "torch.nn.functional")
 LOOKS_UP = frozenset({"__import__", "eval", "exec", "globals", "import_module", "open"})
 """Functions by which code reaches what it does not name."""
@@ -191,16 +198,19 @@ class ModelReach:
             self._content(path, value, is_library)
 
     def _operators(self) -> None:
-        """Notice operators that have another implementation."""
+        """Describe torch's own implementations in Python. With any other the model is opaque."""
         known: set[str] = getattr(torch.library, "_impls", set())
         self._watch.content(lambda: len(known).to_bytes(8, "little"))
-        for key in known:
+        for key in sorted(known):
             library, operator, device = [*key.split("/"), "", ""][:3]
-            # torch registers the last ones when a mask is first made by vmap.
-            is_torch = device in ("MPS", "Meta", "FuncTorchBatched")
-            is_torch = is_torch or operator.startswith("_foreach")
-            if library == "aten" and not is_torch:
+            if library != "aten" or device in NOT_COMPUTED:
+                continue
+            if not _registered_at(operator, device).startswith(TORCHS_OWN):
                 self.opaque = f"the operator {operator} has another implementation"
+                return
+            self._tell("operator", operator, device)
+            # Another implementation over torch's own leaves their number as it is.
+            self._watch.content(functools.partial(_registered_at, operator, device))
 
     def _tell(self, *parts: str) -> None:
         self._lines.append(" ".join(parts))
@@ -574,6 +584,13 @@ class ModelReach:
         if (known := self._codes.get(id(code))) is None:
             known = self._codes[id(code)] = code_digest(code)
         return known
+
+
+def _registered_at(operator: str, device: str) -> bytes:
+    """Return the file and the line that an implementation comes from; b"" if it is not known."""
+    dump: str = torch._C._dispatch_dump(f"aten::{operator}")
+    found = re.search(f"^{re.escape(device)}: registered at (.*?) ::", dump, re.MULTILINE)
+    return found[1].encode(errors="surrogatepass") if found else b""
 
 
 def code_digest(code: types.CodeType) -> str:
