@@ -14,7 +14,7 @@ export KVTIER_REQUIRE_NATIVE := 1
 endif
 
 .PHONY: help setup setup-core setup-demo demo docs site test test-core test-docs test-page \
-	test-transformers newest newest-transformers newest-vllm newest-sglang test-sglang test-sglang-quick test-sglang-version test-vllm vllm-tests \
+	test-transformers test-torch newest newest-transformers newest-torch newest-vllm newest-sglang test-sglang test-sglang-quick test-sglang-version test-vllm vllm-tests \
 	test-vllm-quick test-vllm-version test-vllm-older test-vllm-shapes test-vllm-all test-vllm-upstream scan-engines \
 	test-stores test-routers test-dashboard test-wheel bundle test-bundle check-deploy check lint check-native crash-test fuzz \
 	bench bench-vllm bench-sglang bench-stores kvtier-in-vllm kvtier-in-sglang clean FORCE
@@ -39,7 +39,8 @@ help:
 	@echo "  make scan-engines  the sources of all versions of both engines against kvtier's contracts"
 	@echo "  make test-stores  stores whose clients are large: Mooncake and NIXL (0.5 GB)"
 	@echo "  make test-transformers TRANSFORMERS=5.20.0  attached models and the engine with that version"
-	@echo "  make newest  the suites of transformers, vLLM and SGLang, each with its newest release"
+	@echo "  make test-torch TORCH=2.15.0  the same with that version"
+	@echo "  make newest  the suites of transformers, torch, vLLM and SGLang, each with its newest release"
 	@echo "  make test-page  the live page in a real Chromium; installs one (apt) where there is none"
 	@echo "  make test-routers  routers of others, over kvtier's events"
 	@echo "  make test-dashboard  the dashboard and its alerts (Debian: apt-get install prometheus)"
@@ -213,17 +214,24 @@ test-sglang-version:
 test-sglang-quick:
 	$(MAKE) test-sglang SGLANG_TESTS="$(SGLANG_QUICK)"
 
-# Attached models and the embedded engine with another version of transformers.
+# Attached models and the embedded engine with another version of transformers, or of torch.
+WITH_TRANSFORMERS := tests/connectors/transformers tests/serve/engine
+
 test-transformers: setup
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade \
 		--target $(PEERS)/transformers-$(TRANSFORMERS) transformers==$(TRANSFORMERS)
-	PYTHONPATH=$(CURDIR)/$(PEERS)/transformers-$(TRANSFORMERS) $(BIN)/python -m pytest tests/connectors/transformers tests/serve/engine
+	PYTHONPATH=$(CURDIR)/$(PEERS)/transformers-$(TRANSFORMERS) $(BIN)/python -m pytest $(WITH_TRANSFORMERS)
+
+test-torch: setup
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) --upgrade \
+		$(addprefix --retries 1 --extra-index-url ,$(TORCH_INDEX)) --target $(PEERS)/torch-$(TORCH) torch==$(TORCH)
+	PYTHONPATH=$(CURDIR)/$(PEERS)/torch-$(TORCH) $(BIN)/python -m pytest $(WITH_TRANSFORMERS) tests/devices
 
 # The suites under the newest release of each engine, the others also after one of them has failed.
 newest: setup
-	$(MAKE) -k newest-transformers newest-vllm newest-sglang
+	$(MAKE) -k newest-transformers newest-torch newest-vllm newest-sglang
 
-newest-transformers newest-vllm newest-sglang: newest-%: setup
+newest-transformers newest-torch newest-vllm newest-sglang: newest-%: setup
 	version=$$($(BIN)/python -m scripts.peers newest $*) && \
 		$(MAKE) test-$* $(shell echo $* | tr a-z A-Z)=$$version
 

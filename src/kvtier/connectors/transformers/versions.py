@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 TESTED = {
     name: Contract(name, name, oldest, newest, run_with=(), files=())
-    for name, oldest, newest in (("torch", "2.13", "2.13"), ("transformers", "5.20", "5.24"))
+    for name, oldest, newest in (("torch", "2.11", "2.15"), ("transformers", "5.20", "5.24"))
 }
 
 
