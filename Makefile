@@ -348,7 +348,7 @@ lint: setup
 	$(BIN)/python -m scripts.engine_versions tables --check
 	$(BIN)/python -m scripts.model_coverage tables --check
 ifdef KVTIER_REQUIRE_NATIVE
-	MYPYPATH=src $(BIN)/stubtest kvtier._native --allowlist native/stubtest.allowlist
+	MYPYPATH=src $(BIN)/stubtest kvtier._native --allowlist native/stubtest.allowlist --mypy-config-file native/stubtest.ini
 endif
 
 check-native: setup
