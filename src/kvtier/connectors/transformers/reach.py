@@ -85,8 +85,8 @@ COMPUTES_NOTHING = (
 NOT_COMPUTED = frozenset({
     "FuncTorchBatched", "FuncTorchDynamicLayerFrontMode", "MPS", "Meta", "PythonTLSSnapshot",
 })  # fmt: skip
-"""Dispatch keys that torch itself fills, some only when they are first used: of tracing, of vmap, and
-of Apple's devices."""
+"""Dispatch keys that torch itself fills, some only when they are first used: of tracing, of vmap,
+and of Apple's devices."""
 TORCHS_OWN = os.path.join(os.path.dirname(torch.__file__), "_native", "").encode()
 """Folder of the implementations in Python that torch has for some operators and devices."""
 FOLLOWED_IN_TORCH = ("torch.nn.modules", "torch.nn.functional")
